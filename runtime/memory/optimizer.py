@@ -76,7 +76,8 @@ class Optimizers:
             raise UserError(
                 f"model.optimizer takes the class of an optimizer, such as torch.optim.AdamW, not {kind!r}"
             )
-        given = list(dict.fromkeys(p for _, p in self.named())) if parameters is None else parameters
+        given = list(dict.fromkeys(p for _, p in self.named()) if parameters is None else parameters)
+        given = given or [{"params": []}]  # a pipeline rank may hold none: its stage pools, or flattens
         made: Any = type(f"Parallel{kind.__name__}", (ParallelOptimizer, kind), {})
         optimizer: ParallelOptimizer = made(given, **options)
         optimizer._home, optimizer._own_step, optimizer._kind = self, step_without_hooks(kind), kind

@@ -22,11 +22,10 @@ from autoparallel.planner.capture.kernels import named_kind
 from autoparallel.planner.capture.opened import multi_head
 from autoparallel.planner.capture.values import storage_key
 from autoparallel.planner.expand.local_memory import PRODUCTS
+from autoparallel.runtime.memory.written_buffers import Contexts, MadeAnew, WrittenBuffers
 from autoparallel.runtime.own_checkpoints import is_inside
-from autoparallel.runtime.tensor.questions import copied_buffers
 from autoparallel.runtime.torch_private import looked_up_alone, run_again
 
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 MODES = ("none", "selective", "full", "operators")
 _SUMS = frozenset({"reduce_scatter_tensor", "all_reduce"})
 # By way of `scaled_dot_product_attention`, and as a causal bias that starts elsewhere calls the kernels.
@@ -76,21 +75,7 @@ def _same_attention(attention: str) -> Contexts | None:
 
 
 def _first_and_again(attention: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _MadeAnew(functools.partial(attention_kernel, attention))
-
-
-class _MadeAnew(AbstractContextManager[None]):
-    """A context that can be entered again: each half of a split backward pass runs the block."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make, self._open = make, list[AbstractContextManager[None]]()
-
-    def __enter__(self) -> None:
-        self._open.append(self._make())
-        self._open[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.pop().__exit__(*error)
+    return nullcontext(), MadeAnew(functools.partial(attention_kernel, attention))
 
 
 def recompute_blocks(
@@ -119,8 +104,8 @@ def recompute_blocks(
 
 def _recomputed(path: str, block: nn.Module, contexts: Contexts | None) -> Callable[..., Any]:
     first, forward = True, block.forward
-    if norms := [m for m in block.modules() if hasattr(m, "track_running_stats")]:
-        contexts = functools.partial(_counting_once, norms, contexts)
+    if next(block.buffers(), None) is not None:
+        contexts = WrittenBuffers(path, block).contexts(contexts)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -138,20 +123,6 @@ def _recomputed(path: str, block: nn.Module, contexts: Contexts | None) -> Calla
         return output
 
     return run
-
-
-def _counting_once(
-    norms: Sequence[nn.Module], contexts: Contexts | None
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The second run of batch norms changes copies of their statistics: they have seen these samples."""
-    first, again = (nullcontext(), nullcontext()) if contexts is None else contexts()
-    return first, _MadeAnew(functools.partial(_on_copies, norms, again))
-
-
-@contextmanager
-def _on_copies(norms: Sequence[nn.Module], context: AbstractContextManager[Any]) -> Iterator[None]:
-    with copied_buffers(norms), context:
-        yield
 
 
 def _remembered(values: Any) -> dict[str, tuple[int, ...]]:

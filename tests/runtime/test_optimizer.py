@@ -181,6 +181,19 @@ def test_what_moves_is_what_is_priced(name: str, masters: bool) -> None:
     assert stage.optimizer_bytes == 0
 
 
+def test_a_rank_without_parameters_has_an_optimizer_like_the_others() -> None:
+    """Its pipeline stage may do nothing but flatten; the learning rate is scheduled on every rank alike."""
+    optimizers = Optimizers(strategy=_strategy(0.5), device=CPU, named=list)
+    for parameters in (None, iter(())):
+        optimizer = optimizers.make(torch.optim.AdamW, parameters, {"lr": 0.1})
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.zero_grad()
+        optimizer.step()
+        schedule.step()
+        assert schedule.get_last_lr() == [0.05]
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_what_is_no_class_of_an_optimizer_is_refused() -> None:
     parameters = _weights(torch.float32)
     optimizers = Optimizers(strategy=_strategy(0.0), device=CPU, named=list)

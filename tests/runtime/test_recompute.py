@@ -121,6 +121,41 @@ def test_batch_norms_count_what_runs_again_once(mode: str) -> None:
     torch.testing.assert_close(*states, rtol=0.0, atol=0.0)
 
 
+class _Remembers(nn.Module):
+    """Weights made by spectral norm, and a table of means that each pass both reads and moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("table", torch.randn(4, 6))
+        self.register_buffer("bias", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.first(x)))
+        nearest = torch.cdist(hidden, self.table).argmin(1)
+        read = self.table[nearest] + self.bias
+        with torch.no_grad():
+            self.table = self.table.index_add(0, nearest, 0.1 * (hidden - read))
+        return x + hidden * read
+
+
+@pytest.mark.parametrize("mode", ["full", "operators"])
+def test_a_second_run_starts_from_the_buffers_of_the_first(mode: str) -> None:
+    """Also where other micro-batches have passed in between, as in pipelines."""
+    states = []
+    for own in ("none", mode):
+        torch.manual_seed(0)
+        module = nn.Sequential(_Remembers(), _Remembers())
+        recompute_blocks(module, ["0", "1"], mode=own)
+        for _ in range(2):
+            outputs = [module(torch.randn(5, 6)) for _ in range(3)]
+            for output in outputs:
+                output.square().sum().backward()
+        states.append(module.state_dict() | {n: p.grad for n, p in module.named_parameters()})
+    torch.testing.assert_close(*states, rtol=0.0, atol=0.0)
+
+
 def test_attention_inside_of_torch_s_multi_head_attention_runs_again() -> None:
     length, heads, kept, results = 64, 2, [], []
     hidden = torch.randn(2, length, 8)
