@@ -177,13 +177,16 @@ def put_off(stage: nn.Module) -> None:
 
 def _layers(stage: nn.Module) -> list[nn.Module]:
     """Linear layers and embeddings with the usual forward, whose weights nothing else holds."""
-    holders = Counter(p for m in stage.modules() for p in m._parameters.values() if p is not None)
+    holders: Counter[nn.Parameter | None] = Counter(
+        p for m in stage.modules() for p in m._parameters.values() if p is not None
+    )
     return [
         module
         for module in stage.modules()
         if (_is_linear(module) or _is_table(module))
         and "forward" not in vars(module)
-        and holders[cast("nn.Parameter", module.weight)] == 1
+        # Not `module.weight`: to read what a parametrization makes may change its buffers (spectral norm).
+        and holders[module._parameters.get("weight")] == 1
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -104,6 +105,12 @@ def pipeline_module(
                 alone=alone, always_again=stage.stage_cut.again,
             )
         )  # fmt: skip
+    if not any(True for stage in stages for _ in stage.parameters()):
+        warnings.warn(
+            f"pipeline rank {mesh.coordinate('pp')} holds no parameters, and torch's optimizers refuse an empty list: make yours "
+            "with model.optimizer(torch.optim.AdamW, lr=...)",
+            stacklevel=2,
+        )
     return PipelineModule(
         stages, lowered, rows, strategy=strategy, mesh=mesh, dtypes=dtypes, program=program, aliases=aliases,
         shared=shared_by_samples(example_inputs), progress=progress,

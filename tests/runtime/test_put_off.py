@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -116,6 +117,14 @@ def test_stages_of_other_products_are_left_to_autograd() -> None:
     tied = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     tied[1].weight = tied[0].weight
     assert not can_put_off(tied)
+
+
+def test_layers_whose_weights_a_parametrization_makes_are_not_asked_for_them() -> None:
+    """Each time that spectral norm is asked it changes its buffers."""
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    before = copy.deepcopy(layer.state_dict())
+    assert not can_put_off(layer)
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
 def test_each_block_by_itself_must_be_of_layers_that_put_off() -> None:
