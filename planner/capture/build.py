@@ -16,8 +16,10 @@ from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.flow import Flow, boundary, flow_of
 from autoparallel.planner.capture.fold import FoldError, FoldPlan
 from autoparallel.planner.capture.links import Link, calls_by_link
+from autoparallel.planner.capture.marks import after
 from autoparallel.planner.capture.names import ParameterNames
 from autoparallel.planner.capture.nodes import (
+    Frame,
     Role,
     calls,
     casts,
@@ -52,6 +54,7 @@ def to_model_graph(
     chain: list[Instance] = []
     of_path: dict[str, int] = {}
     of_link: dict[Link, int] = {}
+    beside: list[str] = []  # blocks of which more is read than they return
     for position, link in enumerate(links):
         if link.model:
             index = of_path[link.model]
@@ -59,6 +62,10 @@ def to_model_graph(
             index = of_link[link.same]
         else:
             inputs, handed = boundary(links, by_link, flow, position)
+            if link.frame is not None and not _returns(link.frame, handed):
+                if link.path in plan.stood_in.values():
+                    raise FoldError(f"more is read of {link.path} than it returns")
+                beside.append(link.path)
             maker = BlockMaker(link, by_link[link], inputs, fit, names)
             block = Block(
                 name="",
@@ -85,8 +92,8 @@ def to_model_graph(
         chain=tuple(chain),
         tokens_per_sample=_tokens_per_sample(graph),
         has_loss=loss(graph) is not None,
-        pipeline_cuts=_cuttable(chain) and not differentiates(graph),
-        warnings=_warnings(graph, fit, rules),
+        pipeline_cuts=_cuttable(chain) and not differentiates(graph) and not beside,
+        warnings=(*_warnings(graph, fit, rules), *_beside_warnings(beside)),
     )
 
 
@@ -106,6 +113,24 @@ def _warnings(graph: fx.Graph, fit: Fit, rules: Rules) -> tuple[str, ...]:
     if rules.missing:
         found.append(f"operators without a sharding rule are replicated: {', '.join(sorted(rules.missing))}")
     return tuple(found)
+
+
+def _beside_warnings(paths: Sequence[str]) -> tuple[str, ...]:
+    if not paths:
+        return ()
+    return (
+        f"{paths[0]} leaves in its attributes what is read after it has returned (a loss beside the main one?), so the model is "
+        "not cut into pipeline stages: have the module return it",
+    )
+
+
+def _returns(frame: Frame, handed: Sequence[fx.Node]) -> bool:
+    """Whether all that others read of a module is in what it returns, not in its attributes (a loss beside the main one)."""
+    returned = {twin for node in frame.outputs for twin in twins(node)}
+    made = (
+        node for node in handed if node.target is not after
+    )  # what it was given, and has changed, others have
+    return all(twin in returned for node in made for twin in twins(node))
 
 
 def _check_fold(plan: FoldPlan, blocks: Sequence[Block], of_path: dict[str, int]) -> None:

@@ -58,14 +58,24 @@ def capture(
     own, wanted = getattr(torch, main_dtype(module)), getattr(torch, dtype) if dtype else None
     if wanted in (None, own):
         return _graph_of(module, inputs, name, fold=fold, dtype=None, say=say)
+    found: ModelGraph | None = None
     try:
         found = _graph_of(module, in_dtype(inputs, own, wanted), name, fold=fold, dtype=wanted, say=say)
         if not _leaves(found):
             return found
     except ModelError:
-        return _graph_of(module, inputs, name, fold=fold, dtype=None, say=say)
+        pass
     as_it_is = _graph_of(module, inputs, name, fold=fold, dtype=None, say=say)
-    return found if _leaves(found) <= _leaves(as_it_is) else as_it_is
+    if found is not None and _leaves(found) <= _leaves(as_it_is):
+        return found
+    return replace(as_it_is, warnings=(*as_it_is.warnings, _other_dtype_warning(as_it_is.dtype, dtype)))
+
+
+def _other_dtype_warning(own: str, asked: str | None) -> str:
+    return (
+        f"its code does not run in {asked}, in which it is to be computed: it was captured in {own}; have it cast what it makes "
+        f"itself (tables, masks, embeddings of a time) to the dtype of its parameters, or set execution.dtype to that"
+    )
 
 
 def _leaves(graph: ModelGraph) -> int:
@@ -112,7 +122,20 @@ def _folded(module: torch.nn.Module, take: Callable[..., ModelGraph], plan: Fold
             return take(attempt, doubted=doubted)
         except FoldError:
             continue
+        except TraceError as error:
+            if not _holds_folded(error, attempt):
+                raise
+            break
     return take(plan)
+
+
+def _holds_folded(error: TraceError, plan: FoldPlan) -> bool:
+    """Whether code failed that runs around modules that were stood in for, which leave nothing in their attributes (a loss
+    that is added up after the last layer, say): it is given what all of them make."""
+    within = f"{error.path}." if error.path else ""
+    return any(path.startswith(within) for path in plan.stood_in) and not isinstance(
+        error.__cause__, UntraceableError
+    )
 
 
 def _attempts(alike: FoldPlan, last_differs: FoldPlan, last_apart: FoldPlan) -> list[tuple[FoldPlan, bool]]:

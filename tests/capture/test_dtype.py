@@ -53,4 +53,5 @@ class _Fixed(nn.Module):
 def test_a_module_that_runs_in_one_dtype_alone_is_captured_in_that() -> None:
     graph = capture(_Fixed(), torch.randn(4, 64), name="fixed", dtype="bfloat16")
     assert graph.dtype == "float32"
+    assert any("does not run in bfloat16" in warning for warning in graph.warnings)
     assert not any(str(op.kind) == "leaf" for block in graph.blocks for op in block.operators)

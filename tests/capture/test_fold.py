@@ -284,3 +284,39 @@ def test_llama_405b_takes_at_most_three_times_its_two_layer_version() -> None:
 def test_depth_changes_the_hash() -> None:
     hashes = {graph_hash(capture(*any_small("llama", layers=n), name="x")) for n in (4, 5, 6)}
     assert len(hashes) == 3
+
+
+class _Aside(nn.Module):
+    """Leaves a second result in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.aside = nn.Linear(8, 8), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        self.aside = y.square().mean()  # type: ignore[assignment]
+        return torch.tanh(y)
+
+
+class _ReadsAside(nn.Module):
+    """Adds up what its layers left, where they left anything."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layers, self.read = nn.ModuleList(_Aside() for _ in range(10)), read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean() + sum(self.read(layer.aside) for layer in self.layers)
+
+
+@pytest.mark.parametrize("read", [lambda one: one, lambda one: 0 if one is None else one])
+def test_what_layers_leave_in_attributes_is_read_of_all_of_them(read: Callable[[Any], Any]) -> None:
+    module = _ReadsAside(read)
+    folded, full = (capture(module, torch.randn(2, 8), name="aside", fold=fold) for fold in (True, False))
+    assert folded == full
+    assert len(folded.repeated_positions) == 10
+    assert not folded.pipeline_cuts
+    assert any("layers.0 leaves in its attributes" in warning for warning in folded.warnings)
