@@ -33,7 +33,7 @@ def better_batch(problem: Problem, found: PlanResult) -> BetterBatch | None:
     constraints = {key: value for key, value in problem.constraints.items() if key != "batch.global"}
     other = replace(problem, global_batch=batch, constraints=constraints)
     try:
-        better = plan(other, advise=False, most_work=WORK)
+        better = plan(other, advise=False, rivals=False, most_work=WORK)
     except (InfeasiblePlan, SearchTimeout):
         return None
     before_s = found.prediction.step_time_s / problem.global_batch

@@ -83,6 +83,7 @@ def plan(
     progress: Callable[[Progress], None] | None = None,
     explain: bool = False,
     advise: bool = True,
+    rivals: bool = True,
     expander: Expander | None = None,
     processes: int = 1,
     within: float = 0.0,
@@ -90,24 +91,23 @@ def plan(
 ) -> PlanResult:
     """The best strategy of the problem's space, and how far that is proved; of what is `within` that share of it, the simplest.
 
-    A time limit or an interrupt returns the best so far with its gap. `explain` also looks for the best plan
-    without each constraint, and longer for the best of each kind that was not chosen. Where nothing fits, `advise` looks
-    for what would. A caller who has more to ask
-    about the answer passes the `expander` of graph and cluster, which then knows it. With two `processes` the prices of a
-    large space are made, and rejected kinds searched, in both: the answer is the same. A caller whose process must not be
-    forked leaves it at one. A search without a time limit stops after `most_work` at the latest.
+    A time limit or an interrupt returns the best so far with its gap. `explain` also looks for the best plan without each constraint, and
+    longer for the best of each kind that was not chosen; without `rivals` nobody looks for these (a proved optimum is the same; without
+    a proof one of them may be better). Where nothing fits, `advise` looks for what would. A caller who has more to ask about the answer
+    passes the `expander` of graph and cluster, which then knows it. With two `processes` the prices of a large space are made, and
+    rejected kinds searched, in both: the answer is the same. A caller whose process must not be forked leaves it at one. A search without a time limit stops after `most_work`.
     Raises `InfeasiblePlan` where nothing fits, `SearchTimeout` where time ended before anything was found, `UserError`
     where the constraints allow no legal strategy at all.
     """
     started_s = time.monotonic()
     each = max(len(problem.kernels), 1)  # searches that share time and work
     again = partial(
-        plan, time_limit_s=None if time_limit_s is None else time_limit_s / each, progress=progress, explain=explain, advise=advise, processes=processes, within=within,
-        most_work=most_work / each,
+        plan, time_limit_s=None if time_limit_s is None else time_limit_s / each, progress=progress, explain=explain, advise=advise, rivals=rivals, processes=processes,
+        within=within, most_work=most_work / each,
     )  # fmt: skip
     if (wider := _wider(problem, again)) is not None:
         return replace(wider, seconds=time.monotonic() - started_s)
-    watch, stated = _Watch(started_s, time_limit_s, progress, most_work), problem
+    watch, stated = _Watch(started_s, time_limit_s, progress, most_work, tells=rivals), problem
     problem = without_outer(without_recovery(problem))
     tables = tiers_matter(problem, alike=not has_parts(problem))
     if tables:
@@ -120,7 +120,7 @@ def plan(
         result = plan_tiers(problem, expander, on_devices, partial(watch.check_time, share=TIERS_SHARE))
     elif has_parts(problem):
         result = plan_parts(
-            without_tables(problem), watch.check, explain=explain, within=within, advise=advise
+            without_tables(problem), watch.check, explain=explain, within=within, advise=advise, rivals=rivals
         )
     else:
         bare = without_tables(problem)
@@ -205,7 +205,7 @@ def _plan(
     return result_of(
         outer,
         search,
-        work=work_of_kinds(explain=explain, out_of_time=out_of_time),
+        work=work_of_kinds(explain=explain, out_of_time=out_of_time) if watch.tells else 0.0,
         explain=explain,
         processes=processes,
         within=within,
@@ -221,11 +221,13 @@ class _Watch:
         limit_s: float | None,
         progress: Callable[[Progress], None] | None,
         most_work: float,
+        *,
+        tells: bool,
     ) -> None:
         self.started_s, self.limit_s, self.progress = started_s, limit_s, progress
         self.reported_s = started_s
         self.whole_work = self.most_work = most_work
-        self.interrupted = False
+        self.interrupted, self.tells = False, tells
 
     def ended_early(self, search: Callable[[], None]) -> bool:
         """Run a search; whether a limit or an interrupt ended it. After an interrupt every search ends at once."""

@@ -27,13 +27,13 @@ IMPROVEMENTS = 4  # times that a rival which turns out better takes the answer's
 def result_of(
     outer: Outer, search: Search, *, work: float, explain: bool, processes: int = 1, within: float = 0.0
 ) -> PlanResult:
-    """The answer of one search that found something; `work` goes into each kind of rejected strategy, and all of them are
-    looked for in so many `processes`. Of what is `within` that share of the optimum the simplest is chosen. Its seconds are
+    """The answer of one search that found something; `work` goes into each kind of rejected strategy (0: none is looked for), and all of
+    them are looked for in so many `processes`. Of what is `within` that share of the optimum the simplest is chosen. Its seconds are
     still to come."""
     assert search.incumbent is not None
     problem, expander = outer.problem, outer.book.expander
     search.sims.incumbent = simplest(outer, search.incumbent)
-    rivals = _rivals(outer, search, work, processes)
+    rivals = _rivals(outer, search, work, processes) if work else ()
     best = search.sims.incumbent = simplest(outer, search.incumbent)  # a rival may have taken its place
     chosen = _chosen(outer, search, rivals, within)
     rivals = tuple(one for one in rivals if one.strategy != chosen.strategy)

@@ -36,8 +36,10 @@ def plan_parts(
     explain: bool,
     within: float = 0.0,
     advise: bool = True,
+    rivals: bool = True,
 ) -> PlanResult:
-    """Search every part; the best of all, against the least of their bounds."""
+    """Search every part; the best of all, against the least of their bounds. `explain`, `within`, `advise` and `rivals` are those of
+    `planner.plan.plan`."""
     expander = Expander(graph=problem.graph, cluster=problem.cluster)
     pool, stopped = Pool(outer_of=partial(_outer, expander=expander), check=check), False
     try:
@@ -50,7 +52,7 @@ def plan_parts(
         raise _nothing(problem, pool, stopped=stopped, advise=advise)
     bound = pool.bound() if pool.opened else (0.0, 0.0)
     out_of_time = stopped and not pool.work_done
-    work = work_of_kinds(explain=explain, out_of_time=out_of_time)
+    work = work_of_kinds(explain=explain, out_of_time=out_of_time) if rivals else 0.0
     told = explain and not out_of_time
     return _whole(problem, winner, pool.searched, bound, work=work, explain=told, within=within)
 

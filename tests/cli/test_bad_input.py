@@ -419,11 +419,11 @@ def test_a_wrong_command_line_is_status_two(arguments: list[str]) -> None:
 
 def test_an_interrupt_ends_cleanly_and_leaves_no_half_file(tmp_path: Path) -> None:
     big = save(
-        toy_transformer(layers=96, hidden=1024, heads=32, seq=2048, vocab=4096), tmp_path / "graph.json"
+        toy_transformer(layers=48, hidden=1024, heads=32, seq=2048, vocab=4096), tmp_path / "graph.json"
     )
     out = tmp_path / "out"
     out.mkdir()
-    command = [sys.executable, "-m", "autoparallel", "plan", str(big), "--cluster", "h100-sxm:512x8"]
+    command = [sys.executable, "-m", "autoparallel", "plan", str(big), "--cluster", "h100-sxm:64x8"]
     process = subprocess.Popen(
         [*command, "-o", str(out / "s.toml")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},

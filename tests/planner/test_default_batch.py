@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autoparallel.planner.default_batch import WORTH, better_batch
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.profiles import load_cluster
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 GRAPH = toy_transformer(layers=4, hidden=1024, heads=8, seq=1024, vocab=4096)

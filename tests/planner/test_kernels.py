@@ -6,10 +6,10 @@ import pytest
 
 from autoparallel.errors import UserError
 from autoparallel.planner.kernels import KEY, compile_s
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import load_cluster
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 GRAPH = toy_transformer(layers=4, hidden=256, heads=4, seq=256, vocab=512)

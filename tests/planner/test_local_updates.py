@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from autoparallel.errors import UserError
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Outer, Shard, Strategy
 from autoparallel.profiles import Cluster, load_cluster
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 GRAPH = toy_transformer()

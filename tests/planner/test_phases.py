@@ -11,7 +11,6 @@ import pytest
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.phases import phase_prices, plan_phases
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.recovery import plan_recovery
 from autoparallel.planner.score import score
@@ -22,6 +21,7 @@ from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Phase, Sh
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import load_cluster
 from autoparallel.profiles.hardware import Failures
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 GRAPH, CLUSTER = toy_transformer(), load_cluster("a100-sxm-80gb:2x2")

@@ -158,7 +158,7 @@ def test_plans_for_what_runs_hold_nothing_that_is_refused(
         request = Request(
             model=str(path), cluster=spec, settings=said, runnable=True, global_batch=8, allow_lossy=True
         )
-        found = plan(make_problem(check_request(request), graph), advise=False)
+        found = plan(make_problem(check_request(request), graph), advise=False, rivals=False)
     except (UserError, InfeasiblePlan):
         return  # asked for what does not go together
     judge = refuser(graph, load_cluster(spec), said=True)

@@ -322,11 +322,13 @@ def test_stages_that_are_alike_are_run_once_and_hold_and_send_what_each_would(
         recompute=Recompute(mode="none", per_stage=per_stage), execution=FP32,
     )  # fmt: skip
 
+    loaded = load_model(f"hf:{tmp_path}", model_args={}, seq_len=32)
+    graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+    whole = completed(Expander(graph, load_cluster("cpu-gloo:1x16")), strategy)
+    kinds = {link.path: link.block for link in graph.chain if link.repeated}
+
     def lowered(*, shared: bool) -> tuple[LoweredStage, ...]:
         loaded = load_model(f"hf:{tmp_path}", model_args={}, seq_len=32)
-        graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
-        whole = completed(Expander(graph, load_cluster("cpu-gloo:1x16")), strategy)
-        kinds = {link.path: link.block for link in graph.chain if link.repeated}
         return dry_run(
             loaded.module, loaded.example_inputs, whole, blocks=list(kinds), level_sizes=(16,),
             kinds=kinds if shared else None,

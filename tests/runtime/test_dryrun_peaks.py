@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.dryrun import DryRun, dry_run_of
 from autoparallel.planner.capture import capture
-from autoparallel.planner.capture.load import load_model
+from autoparallel.planner.capture.load import LoadedModel, load_model
 from autoparallel.planner.strategy.types import (
     Batch,
     Execution,
@@ -29,6 +30,8 @@ from autoparallel.planner.strategy.types import (
     Strategy,
 )
 from autoparallel.profiles import load_cluster
+
+pytestmark = pytest.mark.long
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 BF16 = Execution(
@@ -44,14 +47,24 @@ MIXTRAL = {
 }
 
 
+def _loaded(name: str, config: str, seq_len: int) -> LoadedModel:
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(config)
+        return load_model(f"hf:{folder}", model_args={}, seq_len=seq_len)
+
+
+@cache
+def _graph(name: str, config: str, seq_len: int, dtype: str) -> ModelGraph:
+    loaded = _loaded(name, config, seq_len)
+    return capture(loaded.module, loaded.example_inputs, name=name, dtype=dtype)
+
+
 def dry_run(name: str, sizes: Mapping[str, object], strategy: Strategy, *, seq_len: int = 32) -> DryRun:
     """One of the models of `examples/configs` in other sizes, lowered by a strategy."""
     settings: dict[str, Any] = {**json.loads((CONFIGS / f"{name}.json").read_text()), **sizes}
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(settings))
-        loaded = load_model(f"hf:{folder}", model_args={}, seq_len=seq_len)
     dtype = "bfloat16" if strategy.execution.dtype == "bf16" else "float32"
-    graph: ModelGraph = capture(loaded.module, loaded.example_inputs, name=name, dtype=dtype)
+    of = (name, json.dumps(settings, sort_keys=True), seq_len)
+    loaded, graph = _loaded(*of), _graph(*of, dtype)
     cluster = load_cluster(f"h100-sxm:1x{strategy.mesh.devices}")
     return dry_run_of(loaded.module, loaded.example_inputs, graph, cluster, strategy)
 

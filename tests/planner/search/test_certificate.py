@@ -16,11 +16,11 @@ from autoparallel.planner.explain.break_even import (
     uncompressed,
 )
 from autoparallel.planner.explain.choice import complexity
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.space.certificate import every_key, space_of
 from autoparallel.planner.strategy.schema import SECTIONS, StrategySchema, keys_of
 from autoparallel.profiles.load import load_cluster
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 PROBLEM = Problem(
@@ -109,7 +109,7 @@ def test_only_methods_that_are_allowed_are_chosen() -> None:
 @pytest.mark.parametrize("batch", [8, 32])
 def test_what_is_chosen_within_a_share_of_the_optimum_is_no_less_simple(batch: int) -> None:
     problem = replace(PROBLEM, global_batch=batch)
-    optimum, chosen = plan(problem), plan(problem, within=0.05)
+    optimum, chosen = plan(problem), plan(problem, within=0.05, rivals=True)
     assert optimum.optimum is None
     assert not optimum.broken
     assert chosen.optimum_s == pytest.approx(optimum.prediction.step_time_s)

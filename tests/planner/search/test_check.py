@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from autoparallel.planner.check import check_plan, constraint_problems, plan_problems
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.types import GradSync, Pipeline, Shard
 from autoparallel.profiles.load import load_cluster
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 PROBLEM = Problem(

@@ -9,11 +9,11 @@ import pytest
 
 from autoparallel.planner.explain.constraints import ALL, chosen_by_user, constraint_costs
 from autoparallel.planner.outcome import PlanResult
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.evaluate import evaluate
 from autoparallel.profiles.load import load_cluster
+from tests.planned import plan
 from tests.planner.search.force import with_memory
 from tests.toy_graphs import toy_transformer
 
@@ -72,7 +72,7 @@ def test_inputs_are_not_constraints_on_what_is_chosen() -> None:
 
 
 def test_the_plan_is_the_same_with_an_explanation() -> None:
-    assert plan(FREE, explain=True).strategy == unconstrained(Objective.TIME).strategy
+    assert plan(FREE, explain=True, rivals=True).strategy == unconstrained(Objective.TIME).strategy
 
 
 @pytest.mark.parametrize("work", [1.0, 5.0, 11.0, 400.0])

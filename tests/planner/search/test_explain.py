@@ -12,11 +12,11 @@ from autoparallel.errors import UserError
 from autoparallel.planner.explain.infeasible import explain_infeasible
 from autoparallel.planner.explain.relaxations import state_of_model_bytes
 from autoparallel.planner.outcome import GIB, InfeasiblePlan
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Stopped
 from autoparallel.profiles.load import load_cluster
+from tests.planned import plan
 from tests.planner.search.force import with_hosts
 from tests.toy_graphs import toy_transformer
 

@@ -15,12 +15,12 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.heterogeneous.irregular import every_part, has_parts
 from autoparallel.planner.money import rate_per_s
 from autoparallel.planner.outcome import PlanResult
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import load_cluster
 from autoparallel.profiles.parts import placed
 from tests.clusters import ring
+from tests.planned import plan
 from tests.planner.search.force import best_by_force, with_memory
 from tests.planner.search.test_mixed import mixed
 from tests.toy_graphs import toy_mlp, toy_transformer

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Execution, Recompute, Strategy
 from autoparallel.profiles.load import load_cluster
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 # Links so slow that messages between stages take as long as computation, where bounds tell little.

@@ -23,7 +23,6 @@ from autoparallel.planner.heterogeneous.assign import Talk, assign, traffic_s
 from autoparallel.planner.heterogeneous.cuts import cut_reaches
 from autoparallel.planner.heterogeneous.irregular import every_part
 from autoparallel.planner.heterogeneous.placements import MOST_SEQUENCES, node_flows, reaches, sequences
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly, expand_shapes, outer_of
@@ -37,6 +36,7 @@ from autoparallel.profiles.hardware import Network
 from autoparallel.profiles.parts import placed
 from autoparallel.report.placement import places
 from tests.clusters import cluster_file, racks, ring
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 SMALL = toy_transformer(layers=2, hidden=512, heads=4, seq=256, vocab=512)

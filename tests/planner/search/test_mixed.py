@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from autoparallel.planner.heterogeneous.mixed import is_mixed, parts
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import expand_shapes, outer_of
@@ -19,6 +18,7 @@ from autoparallel.planner.search.partition.quick import proportional
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, load_cluster
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 # Large enough that a block's products, which the devices differ in, outweigh launches and messages.

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from autoparallel.planner.outcome import PlanResult
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.bounds.outer import expand_shapes, outer_of
 from autoparallel.planner.search.evaluate import held_by
@@ -16,6 +15,7 @@ from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.candidates import candidate
 from autoparallel.planner.strategy.types import Offload
 from autoparallel.profiles.load import load_cluster
+from tests.planned import plan
 from tests.planner.search.force import with_hosts, with_memory
 from tests.toy_graphs import toy_transformer
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from autoparallel.costmodel.buckets import fill_buckets
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly, expand_shapes, outer_of
@@ -24,6 +23,7 @@ from autoparallel.planner.strategy.stacks import told
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles.load import load_cluster
 from tests.capture.models import captured
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 FOREVER = float("inf")

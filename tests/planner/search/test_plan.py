@@ -17,12 +17,12 @@ from autoparallel.errors import UserError
 from autoparallel.planner.check import plan_problems
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.outcome import InfeasiblePlan, PlanResult, Progress, SearchTimeout
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.load import load_cluster
+from tests.planned import plan
 from tests.planner.search.force import best_by_force, smallest, with_hosts, with_memory
 from tests.toy_graphs import toy_mlp, toy_transformer
 
@@ -76,7 +76,7 @@ def test_brute_force_never_beats_an_optimal_plan(
     except ValueError:
         return  # the constraint leaves nothing; what is said then is tested elsewhere
     tight = replace(problem, cluster=with_memory(problem.cluster, least * room), objective=objective)
-    result = plan(tight)
+    result = plan(tight, rivals=True)
     expander = Expander(graph=tight.graph, cluster=tight.cluster)
     best, count = best_by_force(tight, expander, points=True)
     found = objective_value(tight, result.prediction)
@@ -125,7 +125,7 @@ def test_what_the_user_fixes_stays_fixed(constraints: dict[str, object]) -> None
 
 
 def test_equal_problems_give_equal_plans() -> None:
-    one, other = (plan(small_problem(2, 2, 8)) for _ in range(2))
+    one, other = (plan(small_problem(2, 2, 8), rivals=True) for _ in range(2))
     assert repr(replace(one, seconds=0.0)) == repr(replace(other, seconds=0.0))
 
 
@@ -215,7 +215,7 @@ def feasible_alternatives(result: PlanResult) -> list[Prediction]:
 
 def test_alternatives_are_of_other_kinds_never_better_and_say_why() -> None:
     problem = small_problem(2, 2, 8)
-    result = plan(problem)
+    result = plan(problem, rivals=True)
     assert result.alternatives
     for alternative in result.alternatives:
         prediction = score(problem.graph, problem.cluster, alternative.strategy)

@@ -11,10 +11,10 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import load_model
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.types import Batch, EmbeddingRule, Execution, Mesh, Pipeline, Strategy
 from autoparallel.profiles.load import load_cluster
+from tests.planned import plan
 
 ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # tests/planner/search/test_tiers.py has the others
 CLUSTER = load_cluster("a100-sxm-80gb:1x8")

@@ -10,7 +10,6 @@ import pytest
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.outcome import PlanResult
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.recovery import plan_recovery
 from autoparallel.planner.strategy.file import read_strategy_file, strategy_from_constraints
@@ -18,6 +17,7 @@ from autoparallel.planner.strategy.types import RecoveryRule
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles.hardware import Cluster, Failures
 from autoparallel.profiles.load import load_cluster
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 GRAPH = toy_transformer(layers=4, hidden=1024, heads=8, seq=512, vocab=4096)

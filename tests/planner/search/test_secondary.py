@@ -9,7 +9,6 @@ import pytest
 
 from autoparallel.planner.expand.axes import SECONDARY
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import expand_shapes, outer_of
@@ -20,6 +19,7 @@ from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.strategy.legal import constraint_problems, strategy_problems
 from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 GRAPH = toy_transformer(layers=4, hidden=512, heads=4, seq=32)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.complexity import complexity
 from autoparallel.planner.strategy.types import Batch, Mesh, Recompute, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
 from autoparallel.report.words import simpler_words
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 
 GRAPH = toy_transformer(layers=2, hidden=64, heads=4, seq=32, vocab=64)

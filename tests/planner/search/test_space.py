@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import permutations, product
 from typing import Any
 
@@ -16,32 +18,59 @@ from autoparallel.costmodel.program import Axis, Collective, CollectiveOp
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import mesh_axes
 from autoparallel.planner.expand.schedules import schedule_problem
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.partition.quick import even_partition
-from autoparallel.planner.search.space.build import SCHEDULES, build_space, schedule_fits, variants
+from autoparallel.planner.search.space.build import (
+    SCHEDULES,
+    Space,
+    Variants,
+    build_space,
+    schedule_fits,
+    variants,
+)
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
-from autoparallel.planner.search.space.meshes import device_counts, divisors, tensor_degrees
+from autoparallel.planner.search.space.meshes import Ints, device_counts, divisors, tensor_degrees
 from autoparallel.planner.search.space.shapes import MODES
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Strategy
 from autoparallel.profiles.load import load_cluster
+from tests.planned import plan
 from tests.toy_graphs import toy_mlp, toy_transformer
 from tests.work import calls
 
 GRAPH = toy_transformer(layers=4, hidden=64, heads=4, seq=32)
+Columns = Callable[[Space, Variants], Ints]
 
 
 def problem_of(cluster: str = "h100-sxm:1x4", batch: int = 8, **more: object) -> Problem:
     return Problem(graph=GRAPH, cluster=load_cluster(cluster), global_batch=batch, **more)  # type: ignore[arg-type]
 
 
-def strategies(problem: Problem) -> list[Strategy]:
+def strategies(problem: Problem, *, one_of_each: Columns | None = None) -> list[Strategy]:
+    """Those of the space, or of each kind that `one_of_each` numbers in its variants the first."""
     space = build_space(problem)
     every = variants(space, np.arange(len(space.shapes)))
+    rows = np.arange(len(every))
+    if one_of_each is not None:
+        _, rows = np.unique(one_of_each(space, every), return_index=True, axis=0)
     blocks = len(problem.graph.repeated_positions)
-    found = (candidate(space, every, row) for row in range(len(every)))
+    found = (candidate(space, every, row) for row in rows.tolist())
     return [strategy_of(problem, c, even_partition(blocks, c.chunks)) for c in found]
+
+
+@cache
+def unconstrained() -> list[Strategy]:
+    return strategies(problem_of())
+
+
+def devices_used(problem: Problem) -> set[int]:
+    found = strategies(problem, one_of_each=lambda space, every: space.shapes.devices[every.shape])
+    return {s.mesh.devices for s in found}
+
+
+def of_each_compression(problem: Problem) -> list[Strategy]:
+    """A strategy of each level of ZeRO with each of the compressions that it may have."""
+    return strategies(problem, one_of_each=lambda _, every: np.stack([every.zero, every.compression], axis=1))
 
 
 @pytest.mark.parametrize("graph", [GRAPH, toy_mlp(layers=3)], ids=["transformer", "mlp"])
@@ -60,9 +89,9 @@ def test_every_legal_combination_of_sizes_is_in_the_space() -> None:
     keys = {
         (s.mesh.pp, s.mesh.dp_replicate, s.mesh.dp_shard, s.mesh.tp, s.shard.zero, s.batch.micro,
          s.pipeline.schedule, s.pipeline.virtual_stages, s.shard.sequence_parallel, s.recompute.mode)
-        for s in strategies(problem)
+        for s in unconstrained()
     }  # fmt: skip
-    base = strategies(problem)[0]
+    base = unconstrained()[0]
     missing = []
     for pp, dpr, dps, tp in product(sizes, repeat=4):
         if pp * dpr * dps * tp != 4:
@@ -157,7 +186,7 @@ CONSTRAINED = [
     ("constraints", "holds"), CONSTRAINED, ids=lambda c: ", ".join(c) if isinstance(c, dict) else ""
 )
 def test_constraints_hold_everywhere_and_leave_the_rest_free(constraints: dict, holds: object) -> None:  # type: ignore[type-arg]
-    free, bound = strategies(problem_of()), strategies(problem_of(constraints=constraints))
+    free, bound = unconstrained(), strategies(problem_of(constraints=constraints))
     assert bound
     assert all(holds(s) for s in bound)  # type: ignore[operator]
     if "mesh.order" not in constraints and "grad_sync.compression" not in constraints:
@@ -176,13 +205,10 @@ def test_a_schedule_that_cannot_be_searched_for_is_refused() -> None:
 
 
 def test_fewer_devices_only_for_cost_or_when_every_size_is_fixed() -> None:
-    def used(problem: Problem) -> set[int]:
-        return {s.mesh.devices for s in strategies(problem)}
-
-    assert used(problem_of()) == {4}
-    assert used(problem_of(objective=Objective.COST)) == {1, 2, 4}
+    assert devices_used(problem_of()) == {4}
+    assert devices_used(problem_of(objective=Objective.COST)) == {1, 2, 4}
     fixed = {"mesh.pp": 1, "mesh.dp_replicate": 2, "mesh.dp_shard": 1, "mesh.tp": 1}
-    assert used(problem_of(constraints=fixed)) == {2}
+    assert devices_used(problem_of(constraints=fixed)) == {2}
 
 
 @given(nodes=st.integers(1, 4), devices=st.integers(1, 8), batch=st.integers(1, 40))
@@ -207,8 +233,7 @@ def test_a_plan_for_cost_costs_no_more_than_one_for_time_where_memory_is_short()
 
 def test_far_fewer_devices_are_tried_where_a_step_is_little_work_and_all_where_all_must_work() -> None:
     def used(**changes: object) -> set[int]:
-        problem = problem_of("h100-sxm:2x8", **changes)
-        return {s.mesh.devices for s in strategies(problem)}
+        return devices_used(problem_of("h100-sxm:2x8", **changes))
 
     assert min(used(batch=2)) == 2
     assert used(batch=2, all_devices=True) == {16}
@@ -218,7 +243,7 @@ def test_far_fewer_devices_are_tried_where_a_step_is_little_work_and_all_where_a
 
 def test_compression_is_in_the_space_only_where_lossy_methods_are_allowed() -> None:
     def kinds(problem: Problem) -> set[tuple[str, ...]]:
-        return {s.grad_sync.compression for s in strategies(problem)}
+        return {s.grad_sync.compression for s in of_each_compression(problem)}
 
     assert kinds(problem_of("h100-sxm:2x2")) == {()}
     assert ("none", "bf16") in kinds(problem_of("h100-sxm:2x2", allow_lossy=True))
@@ -226,7 +251,7 @@ def test_compression_is_in_the_space_only_where_lossy_methods_are_allowed() -> N
 
 def test_compressed_gathers_are_in_the_space_where_zero_3_gathers_and_lossy_methods_are_allowed() -> None:
     def found(**options: Any) -> set[tuple[int, str]]:
-        every = strategies(problem_of("h100-sxm:2x2", **options))
+        every = of_each_compression(problem_of("h100-sxm:2x2", **options))
         return {(s.shard.zero, s.grad_sync.weights) for s in every}
 
     assert {weights for _, weights in found()} == {"none"}

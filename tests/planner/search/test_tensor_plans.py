@@ -10,13 +10,13 @@ import pytest
 from autoparallel.planner.check import plan_problems
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.outcome import InfeasiblePlan
-from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search
 from autoparallel.planner.search.tensor_plans import search_tensor_plans
 from autoparallel.profiles import load_cluster
+from tests.planned import plan
 from tests.planner.search.force import best_by_force, points_asked, with_memory
 from tests.toy_graphs import toy_transformer
 

@@ -16,13 +16,14 @@ from autoparallel.planner.embedding.options import Option, assigned, classes_of,
 from autoparallel.planner.embedding.search import PlacementSearch, alike, families, strategies
 from autoparallel.planner.embedding.terms import Catalogue
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.plan import InfeasiblePlan, PlanResult, plan
+from autoparallel.planner.plan import InfeasiblePlan, PlanResult
 from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import score
 from autoparallel.planner.search.driver import WorkDone
 from autoparallel.planner.strategy.types import EmbeddingRule, Execution, Strategy
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.load import load_cluster
+from tests.planned import plan
 from tests.toy_graphs import toy_transformer
 from tests.toy_tables import toy_recommender
 
@@ -206,7 +207,7 @@ def test_only_models_that_are_mostly_tables_are_searched_for_tiers(graph: ModelG
 
 
 def test_the_plan_says_what_the_other_tiers_would_take() -> None:
-    found = plan(CASES[0])
+    found = plan(CASES[0], rivals=True)
     kinds = {other.kind for other in found.alternatives}
     assert any("embedding tables" in kind for kind in kinds), kinds
     assert all(isinstance(other.strategy, Strategy) for other in found.alternatives)
