@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 
 ARCHITECTURES = ("bert", "deepseek_v3", "gpt2", "llama", "mixtral", "qwen3", "vit")
@@ -13,5 +14,6 @@ MODULES = (
     "tests.runtime.compare", "tests.runtime.pipelines",
 )  # fmt: skip
 
+gc.set_threshold(50_000)  # as in tests/conftest.py
 for _module in MODULES:
     import_module(_module)

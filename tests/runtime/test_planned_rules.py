@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
+from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
@@ -19,19 +22,23 @@ from tests.runtime.test_step import MODELS
 pytestmark = pytest.mark.distributed
 
 
+@cache
+def _graph(name: str) -> ModelGraph:
+    example = EXAMPLES[name](4)
+    return capture(example.module, keyword_inputs(example.module, example.inputs), name=name)
+
+
 def planned_rules(
     name: str, tp: int, sequence_parallel: bool, memory_price: float | None = None
 ) -> tuple[TensorRule, ...]:
     """The entries of a model's tensor plan, or of the point that is best at a price of memory."""
-    example = EXAMPLES[name](4)
-    graph = capture(example.module, keyword_inputs(example.module, example.inputs), name=name)
     strategy = Strategy(
         batch=Batch(global_=4, micro=4),
         mesh=Mesh(tp=tp),
         shard=Shard(sequence_parallel=sequence_parallel),
         execution=Execution(dtype="fp32", param_dtype="fp32", master_weights=False, kernels="eager"),
     )
-    expander = Expander(graph, load_cluster(f"cpu-gloo:1x{tp}"))
+    expander = Expander(_graph(name), load_cluster(f"cpu-gloo:1x{tp}"))
     if memory_price is None:
         return expander.tensor_plan(strategy).rules
     point = expander.works.pareto_plan(strategy, memory_price)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -58,8 +58,10 @@ def _divided(order: random.Random, graph: ModelGraph, chosen: Candidate) -> Part
     return Partition(blocks=tuple(divided), recomputed=tuple(full))
 
 
-def space_of(name: str, devices: int, asked: Mapping[str, object] | None = None) -> list[Strategy]:
-    """Every legal strategy of what is searched for a run, but for tensor rules, with blocks divided by chance."""
+def space_of(
+    order: random.Random, name: str, devices: int, asked: Mapping[str, object] | None = None
+) -> Iterator[Strategy]:
+    """Every legal strategy of what is searched for a run, but for tensor rules, in an order and with blocks divided by chance."""
     graph, cluster = _graph(name), load_cluster(f"cpu-gloo:1x{devices}")
     execution = Execution(dtype="fp32", param_dtype="fp32", master_weights=False, kernels="eager")
     problem = Problem(
@@ -69,19 +71,18 @@ def space_of(name: str, devices: int, asked: Mapping[str, object] | None = None)
         execution=execution,
         constraints={**limits(asked or {}), **(asked or {})},
     )
-    space = build_space(problem)
+    space, refused = build_space(problem), refuser(graph, cluster)
     columns = variants(space, torch.arange(len(space.shapes.pp)).numpy())
-    order = random.Random(f"{name} {devices}")
-    found = []
-    for row in range(len(columns.shape)):
+    rows = list(range(len(columns.shape)))
+    order.shuffle(rows)
+    for row in rows:
         chosen = candidate(space, columns, row)
         partition = _divided(order, graph, chosen)
         if partition is None:
             continue
         strategy = strategy_of(problem, chosen, partition)
-        if not strategy_problems(graph, cluster, strategy) and refuser(graph, cluster)(strategy) is None:
-            found.append(strategy)
-    return found
+        if not strategy_problems(graph, cluster, strategy) and refused(strategy) is None:
+            yield strategy
 
 
 def complete(name: str, strategy: Strategy) -> Strategy | None:
@@ -102,11 +103,9 @@ def _synchronised(order: random.Random, strategy: Strategy) -> Strategy:
 def drawn(name: str, devices: int, count: int, asked: Mapping[str, object] | None = None) -> list[Strategy]:
     """`count` strategies, the same ones every time, of as many kinds as there are."""
     order = random.Random(f"{name} {devices}")
-    pool = space_of(name, devices, asked)
-    order.shuffle(pool)
     kinds: set[object] = set()
     found = []
-    for strategy in pool:
+    for strategy in space_of(order, name, devices, asked):
         mesh = strategy.mesh
         kind = (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, strategy.pipeline.schedule)
         if kind not in kinds and (whole := complete(name, strategy)) is not None:
