@@ -197,8 +197,8 @@ class PutOff:
     waiting: list[_PutOff] = field(default_factory=list)
 
     def run(self, complete: Callable[[Tensor], None] | None = None) -> None:
-        """Gradients of the weights, one after the other from the outputs back; `complete` is told of each weight that has all of
-        its gradient."""
+        """Gradients of the weights: those that are made already, then one after the other from the outputs back. `complete` is told
+        of each weight that has all of its gradient."""
         places = Counter(one.weight for one in self.waiting)
         parts: dict[GradientEdge, list[Callable[[], Tensor]]] = {}
         waiting, self.waiting = self.waiting[::-1], []
@@ -248,7 +248,8 @@ def backward_putting_off(
     finally:
         _waiting = None
     made = zip(weights, found[len(received) :], strict=True)
-    half.waiting += [
+    # These come first: after all products they would keep every unit of FSDP2 with a norm, and its gradients, waiting to the end.
+    half.waiting[:0] = [
         _PutOff(weight=get_gradient_edge(w), compute=partial(_given, g)) for w, g in made if g is not None
     ]
     return list(found[: len(received)]), half

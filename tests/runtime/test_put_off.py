@@ -77,6 +77,8 @@ def test_halves_give_the_gradients_of_a_whole_pass(*, recomputes: bool) -> None:
     half.run(told.append)
     assert {id(w) for w in told} == {id(w) for w in weights}
     assert len(told) == len(weights)
+    dims = [w.dim() for w in told]
+    assert dims == sorted(dims), "no unit waits, after its last product, for what was made long before"
     for weight, theirs in zip(weights, whole[1:], strict=True):
         torch.testing.assert_close(weight.grad, theirs)
 
