@@ -163,7 +163,10 @@ def activation_profile(
     unmade = list(shards) or made
     backward = _backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat)
     kept = [_weight_saved(block) for block in links]
-    half = _backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat, kept=kept[::-1]) if halves else None  # fmt: skip
+    half = _half_peak(links[::-1], saved, sum(unmade), kept[::-1]) if halves else None
+    if halves and any(block.half_temp_bytes is None for block in links):  # as reductions beside a whole pass
+        known = _backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat, kept=kept[::-1])
+        half = max(known, backward, key=_total)
     last_weight, last = weight, backward
     if stage.under_way is not None:
         under_way = _in_backward_order(stage.under_way)
@@ -243,8 +246,6 @@ def _backward_peak(
     peaks = [Peak(0, 0, 0, -sum(block.passing_bytes for block in links))]  # when it is over
     for number, block in enumerate(links):
         temp = block.backward_temp_bytes
-        if kept and block.half_temp_bytes is not None:
-            temp = block.half_temp_bytes
         if flat and block.standing_temp_bytes is not None:
             temp = max(block.standing_temp_bytes - reductions[number], block.left_bytes)
         beside = gathers[number + 1] + messages[number + 1] + (0 if flat else reducing)
@@ -257,6 +258,21 @@ def _backward_peak(
         reducing = reductions[number]
         if under_way:
             peaks.append(Peak(held, under_way[number][1], -left, -gone))
+    return max(peaks, key=_total)
+
+
+def _half_peak(links: Sequence[BlockWork], saved: int, unmade: int, kept: Sequence[int]) -> Peak:
+    """Largest moment of the first half of a split backward, `links` in backward order: a block runs beside what is gathered for it and
+    for the next one, and frees what it saved but for what is `kept`. No gradients of weights are made, and none is reduced."""
+    gathers, messages = [*map(_gather_bytes, links), 0], [*map(_message_bytes, links), 0]
+    held, peaks = saved, [Peak(saved, 0, -unmade)]
+    for number, block in enumerate(links):
+        if not block.half_idle:
+            temp = block.half_temp_bytes or 0
+            beside = gathers[number] + gathers[number + 1] + messages[number + 1]
+            running = held + block.recomputed_bytes + max(temp, 0)
+            peaks.append(Peak(running, beside + min(temp, 0), -unmade))
+        held += kept[number] - block.saved_bytes
     return max(peaks, key=_total)
 
 
@@ -326,7 +342,7 @@ def _peak_in(state: LiveState, profiles: Sequence[ActivationProfile], *, last: b
     backward, weight = (own.last_backward, own.last_weight) if last else (own.backward, own.weight)
     peak = {K.FORWARD: own.forward, K.BACKWARD_WEIGHT: weight}.get(state.kind, backward)
     if state.kind is K.BACKWARD_INPUT and own.first_half is not None:
-        peak = max(peak, own.first_half, key=_total)  # no less than a whole one: it is what bounds say
+        peak = own.first_half
     return Peak(held + peak.activations, peak.buffers, peak.gradients - unmade, peak.parameters)
 
 

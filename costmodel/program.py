@@ -130,7 +130,7 @@ class BlockWork:
     entry and above `saved_bytes` while it runs. `recompute` runs before the backward, and `recomputed_bytes`
     live while that backward runs. Where whole gradients stand until the backward is over, to be reduced (ZeRO-2, 3),
     its peak is `standing_temp_bytes`, and `left_bytes` stand when it is over, also above `saved_bytes`.
-    In the first half of a split backward (I) its peak is `half_temp_bytes`. Where W is a backward pass of its own it runs `weight_again`, too.
+    In the first half of a split backward (I), beside which nothing is reduced, its peak is `half_temp_bytes`. Where W is a backward pass of its own it runs `weight_again`, too.
     `weight_gathers`: what is gathered before a backward is gathered before W once more, for autograd's kernels.
     `undivided`: those bytes where the weights of its stage are not put off.
     In the second half of a split backward (W) `weight_temp_bytes` are gradients of weights while they are made, above what is kept for
@@ -155,6 +155,7 @@ class BlockWork:
     backward_temp_bytes: int = 0
     standing_temp_bytes: int | None = None  # None: not known
     half_temp_bytes: int | None = None  # None: that of a whole backward
+    half_idle: bool = False  # I has nothing to do, as in a first stage whose weights are not put off
     left_bytes: int = 0
     waiting_bytes: int = 0
     made_bytes: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from autoparallel.costmodel.fusion import Unit
 from autoparallel.planner.expand.local import LocalBlock
@@ -37,17 +37,25 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HalfBytes:
+    """Of the first half of a split pass (of FSDP2's modules), which makes no gradients of weights and keeps what the second half needs:
+    its peak, the gradients that `arrived` for that, and its moments."""
+
+    peak: int
+    arrived: int
+    moments: tuple[Moment, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardBytes:
     """Of a backward pass, above what was kept."""
 
     passing: int  # its peak where a weight's gradient is gone when the next one is made
     standing: int  # where they all stand until the pass is over
     left: int  # then: they, and the gradients of the block's inputs
-    first_half: (
-        int  # the peak of the first half of a split pass, which makes none and keeps what the second needs
-    )
-    undivided_half: int  # likewise where no weights of the stage are put off
-    arrived: int  # gradients that then wait for the second half
+    halves: tuple[
+        HalfBytes, ...
+    ]  # first halves of a split pass: as by itself, and where no weights of the stage are put off
     puts_off: bool  # whether the weights of this block are, where those of all others are
     moments: tuple[Moment, ...]  # in their order
 
@@ -68,7 +76,7 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
     before, moments = sum(kept.values()), list[Moment]()
     copies = rearranged_bytes(local, units, backward=True)
     put = puts_off(local)
-    half, whole = (_FirstHalf.of(local, units, kept, put=how) for how in (put, False))
+    halves = [_FirstHalf.of(local, units, kept, put=how) for how in (put, False)]
     made, handed_out = dict[str, int](), _handed_out(local, units)  # gradients of weights; see there
     for n in range(len(units) - 1, -1, -1):
         unit, weights = units[n], _weight_gradients(local, units[n])
@@ -85,8 +93,7 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
         made |= weights
         beside = sum(live.values()) + sum(remaining.values()) + _inside(local, unit)
         beside = max(beside, beside - _inside(local, unit) + copies.get(n, 0))
-        half.see(beside, remaining)
-        whole.see(beside, remaining)
+        running, held = beside, remaining
         beside += _copied_weight(local, weights)
         peak = max(peak, beside + waiting + sum(weights.values()))
         standing = max(standing, beside + sum(made.values()))
@@ -94,19 +101,20 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
             if op in index.aliases:
                 continue
             live.pop(index.block.operators[op].name, None)
-            half.done(index.block.operators[op].name)
-            whole.done(index.block.operators[op].name)
             live = {s: b for s, b in live.items() if index.producer.get(s) != op}
         remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
         after = sum(live.values()) + sum(remaining.values()) - before
         module = index.block.operators[unit.ops[0]].module
         flows = any(v in index.needs_grad and index.is_activation(v) for v in unit.inputs)
         moments.append(Moment(module=module, flows=flows, running=beside - before, after=after, made=weights))
+        moment = Moment(module=module, flows=flows, running=running, after=after + before, made={})
+        ran = [index.block.operators[op].name for op in unit.ops if op not in index.aliases]
+        for half in halves if local.setting.execution.fsdp2 else ():
+            half.see(moment, held, remaining, ran)
     left = sum(live.values()) + sum(remaining.values()) + sum(made.values())
     return BackwardBytes(
         passing=max(peak - before, 0), standing=max(standing - before, 0), left=left - before,
-        first_half=max(half.peak - before, 0), undivided_half=max(whole.peak - before, 0), arrived=whole.waiting,
-        puts_off=put, moments=tuple(moments),
+        halves=tuple(half.found(before) for half in halves), puts_off=put, moments=tuple(moments),
     )  # fmt: skip
 
 
@@ -120,6 +128,7 @@ class _FirstHalf:
     gradients: Mapping[str, int]  # by operator
     waiting: int = 0
     peak: int = 0
+    moments: list[Moment] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -129,16 +138,26 @@ class _FirstHalf:
         factors, gradients = weight_factors(local, units, put=put or not own)
         return cls(kept=kept, needs=factors if put else {*kept}, gradients=gradients)
 
-    def done(self, operator: str) -> None:
-        """An operator has run, whose output's gradient may wait."""
-        self.waiting += self.gradients.get(operator, 0)
+    def see(
+        self, moment: Moment, held: Mapping[str, int], left: Mapping[str, int], operators: Sequence[str]
+    ) -> None:
+        """Some operators run, beside which an ordinary pass would hold the `moment`'s bytes: while they run `held` of what was kept,
+        and then what is `left`. Gradients of their outputs may wait."""
+        before, running = sum(self.kept.values()), moment.running + self._stays(held) + self.waiting
+        self.peak = max(self.peak, running)
+        self.waiting += sum(self.gradients.get(operator, 0) for operator in operators)
+        after = moment.after + self._stays(left) + self.waiting
+        self.moments.append(replace(moment, running=running - before, after=after - before))
 
-    def see(self, running: int, remaining: Mapping[str, int]) -> None:
-        """A kernel runs, beside which an ordinary pass would hold so many bytes, of what was kept the `remaining`."""
-        stays = sum(
-            size for storage, size in self.kept.items() if storage in self.needs and storage not in remaining
+    def found(self, before: int) -> HalfBytes:
+        """What was seen, above so many bytes."""
+        return HalfBytes(peak=max(self.peak - before, 0), arrived=self.waiting, moments=tuple(self.moments))
+
+    def _stays(self, remaining: Mapping[str, int]) -> int:
+        """Bytes for the second half of what an ordinary pass has freed."""
+        return sum(
+            n for storage, n in self.kept.items() if storage in self.needs and storage not in remaining
         )
-        self.peak = max(self.peak, running + stays + self.waiting)
 
 
 def _weight_gradients(local: LocalBlock, unit: Unit) -> dict[str, int]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoparallel.costmodel.program import BlockWork, Collective, Undivided
+from autoparallel.costmodel.program import BlockWork, Undivided
 from autoparallel.planner.expand import state
-from autoparallel.planner.expand.backward_memory import BackwardBytes
-from autoparallel.planner.expand.beside import whole_gradients
-from autoparallel.planner.expand.glue import GlueUnit
+from autoparallel.planner.expand.backward_memory import BackwardBytes, HalfBytes
+from autoparallel.planner.expand.beside import Beside
+from autoparallel.planner.expand.glue import Coming, Glue, GlueUnit, glue_peak
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.strategy.types import Strategy
 
@@ -26,18 +26,17 @@ def is_split(strategy: Strategy) -> bool:
 
 
 def with_halves(
-    work: BlockWork, backward: BackwardBytes, units: Sequence[GlueUnit], reduce: Sequence[Collective], strategy: Strategy
+    work: BlockWork, backward: BackwardBytes, units: Sequence[GlueUnit], strategy: Strategy, beside: Beside, *, repeated: bool
 ) -> BlockWork:  # fmt: skip
-    """The memory of a block's two halves; `units` are what is reduced at once of it, in the order of the model."""
-    reduced = whole_gradients(reduce) if state.gradient_level(strategy) >= 2 else 0
-    counted = max(backward.first_half - reduced, 0)  # beside what is reduced
-    undivided = Undivided(
-        puts_off=backward.puts_off, saved_bytes=work.saved_bytes + backward.arrived,
-        half_temp_bytes=max(backward.undivided_half - reduced, 0),
+    """The memory of a block's two halves; `units` are what is gathered and reduced at once of it, in the order of the model."""
+    own, undivided = (
+        _first_half(work, half, units, strategy, beside, repeated=repeated) for half in backward.halves
+    )
+    whole = Undivided(
+        puts_off=backward.puts_off, saved_bytes=work.saved_bytes + backward.halves[-1].arrived, half_temp_bytes=undivided,
         temp_bytes=max(work.backward_temp_bytes, 0) + work.recomputed_bytes,
     )  # fmt: skip
-    temp = max(work.backward_temp_bytes, counted)
-    work = replace(work, undivided=undivided, backward_temp_bytes=temp, half_temp_bytes=counted)
+    work = replace(work, undivided=whole, half_temp_bytes=own)
     # torch holds the last one in a loop that it has over several ranks: foreach_reduce, _fully_shard/_fsdp_collectives.py.
     largest = max((size for moment in backward.moments for size in moment.made.values()), default=0)
     if not (state.gradient_level(strategy) >= 2 or state.casts_parameters(strategy)):
@@ -50,6 +49,27 @@ def with_halves(
         reduced = max(reduced, unit.reduced + max(unit.gradients, share + last))
         before = unit.reduced
     return replace(work, weight_temp_bytes=max(made, largest), weight_reduced_bytes=reduced)
+
+
+def _first_half(
+    work: BlockWork, half: HalfBytes, units: Sequence[GlueUnit], strategy: Strategy, beside: Beside, *, repeated: bool
+) -> int:  # fmt: skip
+    """The peak of a block's first half above what it saved, and above what the walk counts of gathers: all parameters of the block and of
+    the one ahead. Nothing is reduced. A unit that is gathered stands beside what it came in for a moment."""
+    temp = half.peak + 2 * work.host_bytes  # as in whole passes, of activations that come back from the host
+    if state.zero_level(strategy) < ZERO_3:
+        return temp
+    counted = sum(gather.size_bytes for gather in work.gathers) - work.rooted_bytes
+    bare = [replace(unit, gradients=0, reduced=0, share=0, last=0) for unit in units]
+    *inside, root = bare
+    glue = Glue(units=tuple(inside), root=root, ending=None, coming=Coming.GATHERED, makes=False)
+    running = max(temp, glue_peak(glue, half.moments, before=0)) if inside else temp
+    ahead = beside.gathered + beside.apart
+    if not repeated:
+        return running - counted - ahead
+    following = beside.gathered if beside.coming else 0
+    comes = root.whole + root.gathering - work.recomputed_bytes
+    return max(root.whole + following + running, comes) - counted - ahead
 
 
 def with_whole_second_halves(
@@ -93,7 +113,7 @@ def _undivided(work: BlockWork, strategy: Strategy, recomputed: int, *, first: b
         return work
     if first:
         return replace(
-            work, weight_saved_bytes=work.saved_bytes, half_temp_bytes=0, backward_temp_bytes=whole.temp_bytes,
+            work, weight_saved_bytes=work.saved_bytes, half_temp_bytes=0, half_idle=True, backward_temp_bytes=whole.temp_bytes,
             weight_temp_bytes=max(whole.temp_bytes, work.weight_temp_bytes),
         )  # fmt: skip
     if not whole.puts_off:
@@ -101,5 +121,4 @@ def _undivided(work: BlockWork, strategy: Strategy, recomputed: int, *, first: b
     again = bool(work.recompute) and (recomputed > 0 or strategy.recompute.mode in ("full", "operators"))
     return replace(
         work, weight_saved_bytes=None if again else whole.saved_bytes, half_temp_bytes=whole.half_temp_bytes,
-        backward_temp_bytes=max(work.backward_temp_bytes, whole.half_temp_bytes),
     )  # fmt: skip

@@ -95,10 +95,12 @@ def placed_unit(
     if not strategy.execution.fsdp2:
         waiting = held_of(works, strategy, block, place.again)
         return replace(work, waiting_bytes=_trained(waiting) * state.waiting_gradient_bytes(strategy))
-    repeated = _repeated(works.graph, block)
+    repeated, beside = _repeated(works.graph, block), Beside()
     if _in_units(strategy):
         ahead, behind = (one and _sizes(works, strategy, *one) for one in (place.ahead, place.behind))
         beside = beside_of(ahead, behind, _ending(works, strategy, place.ending))
+        coming = repeated and place.ahead is not None and _repeated(works.graph, place.ahead[0])
+        beside = replace(beside, coming=coming)
         if beside.ending is not None and state.gradient_level(strategy) < 2:
             beside = replace(beside, gone=_gone(works, strategy, place.ending[1:]))
         found = _unit(works, strategy, work, block, reduce, place.dropped, place.later, beside)
@@ -110,7 +112,9 @@ def placed_unit(
     if is_split(strategy):
         experts = unit_experts(works, strategy, block)
         units = units_of(work, works.graph.blocks[block], place.dropped, strategy, experts, repeated=repeated)
-        found = with_halves(found, works.backward(strategy, block), units, reduce, strategy)
+        found = with_halves(
+            found, works.backward(strategy, block), units, strategy, beside, repeated=repeated
+        )
     waiting = held_of(works, strategy, block, place.again - place.later)
     waiting_bytes = _trained(waiting) * state.waiting_gradient_bytes(strategy)
     if not repeated and _in_units(strategy) and not state.adds_at_once(strategy):

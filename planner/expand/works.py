@@ -16,6 +16,7 @@ from autoparallel.planner.expand.chain import carried_inputs, first_positions
 from autoparallel.planner.expand.context import KEY_AND_VALUE
 from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import LocalBlock, Setting
+from autoparallel.planner.expand.local_memory import puts_off
 from autoparallel.planner.expand.localize import Passes, fused_units, kept_storages, localize, passes_of
 from autoparallel.planner.expand.offload import whole_storages_bytes, with_offloaded
 from autoparallel.planner.sharding.experts import unsolved_plan
@@ -189,6 +190,10 @@ class LocalWorks:
             block, id(plan), strategy.batch.micro, mesh.tp, mesh.cp, ep, "", 0.0, strategy.execution
         )
         return self._passes_of(strategy, block, key).backward_bytes
+
+    def puts_off(self, strategy: Strategy) -> bool:
+        """Whether all blocks put the gradients of their weights off in split backwards."""
+        return all(puts_off(self.local(strategy, block)) for block in range(len(self.graph.blocks)))
 
     def _passes_of(self, strategy: Strategy, block: int, key: _WorkKey) -> Passes:
         if key not in self._passes:

@@ -63,7 +63,7 @@ class HeldWeights:
         )
         price = byte_s[:, None, None]
         fewer = np.minimum(each + price * kept, each + again + price * freed)
-        besides = u.backward_peak * self.peaks[1:-1].sum() * (rows.least_per_chunk > 0)
+        besides = rows.peaks("backward_peak") * self.peaks[1:-1].sum() * (rows.least_per_chunk > 0)
         for at, side in ((0, "head"), (-1, "tail")):
             held = getattr(u, f"{side}_parameters") * dense.parameter
             held = held + getattr(u, f"{side}_trainable") * dense.trainable

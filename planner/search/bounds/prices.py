@@ -52,6 +52,7 @@ class BlockPrice:
     recomputed: int
     forward_temp: int
     backward_temp: int
+    half_peak: int  # of the first half of a split backward above what is saved, at least
     buffer_bytes: int
     host_bytes: int  # kept in the host's memory from its forward to its backward
     # What its forward, and its recomputation and input gradients, take longer where gathers and reductions run beside
@@ -163,15 +164,8 @@ class PriceBook:
         return self._moments[id(states)]
 
     def block_price(
-        self,
-        strategy: Strategy,
-        block: int,
-        mode: str,
-        *,
-        held: bool = True,
-        axes: tuple[Axis, ...] = (),
-        added: bool = True,
-    ) -> BlockPrice:
+        self, strategy: Strategy, block: int, mode: str, *, held: bool = True, axes: tuple[Axis, ...] = (), added: bool = True
+    ) -> BlockPrice:  # fmt: skip
         """The price of a block, on the strategy's axes or on others; `held` False leaves out tied parameters, which
         another block may hold for it, `added` False what adds up the gradients of micro-batches."""
         axes = axes or mesh_axes(strategy)
@@ -236,11 +230,21 @@ class PriceBook:
             recomputed=work.recomputed_bytes,
             forward_temp=work.forward_temp_bytes,
             backward_temp=work.backward_temp_bytes,
+            half_peak=self._half_peak(strategy, work, block),
             buffer_bytes=work.buffer_bytes,
             host_bytes=work.host_bytes,
             forward_contended_s=contended[0],
             backward_contended_s=contended[1],
         )
+
+    def _half_peak(self, strategy: Strategy, work: BlockWork, block: int) -> int:
+        """What a first half needs of a block wherever it stands: nothing where autograd keeps a stage's graph, as it does not run at all then
+        in a first stage. Under other software than FSDP2 as much as a whole pass."""
+        if not strategy.execution.fsdp2:
+            return work.recomputed_bytes + work.backward_temp_bytes
+        if not self.expander.works.puts_off(strategy):
+            return 0
+        return work.recomputed_bytes + self.expander.works.backward(strategy, block).halves[0].peak
 
     def _fetched_work(self, strategy: Strategy, work: BlockWork, block: int, *, held: bool) -> BlockWork:
         """The price of a block that fetches its parameters one by one; not `held`: but for tied ones."""
@@ -251,13 +255,8 @@ class PriceBook:
         return self._fetched[key]
 
     def _contended_s(
-        self,
-        strategy: Strategy,
-        block: int,
-        work: BlockWork,
-        axes: tuple[Axis, ...],
-        beside: Sequence[Collective],
-    ) -> tuple[float, float]:
+        self, strategy: Strategy, block: int, work: BlockWork, axes: tuple[Axis, ...], beside: Sequence[Collective]
+    ) -> tuple[float, float]:  # fmt: skip
         """As `costmodel.price.contended_s`; nothing where parameters are tied, which another block may gather and reduce."""
         if not beside or any(p.tied for p in self.expander.graph.blocks[block].parameters):
             return 0.0, 0.0
@@ -345,14 +344,8 @@ class PriceBook:
         return self._lines[key]
 
     def reduction_s(
-        self,
-        count: int,
-        strategy: Strategy,
-        axes: tuple[Axis, ...],
-        experts: int = 0,
-        *,
-        together: bool = False,
-    ) -> float:
+        self, count: int, strategy: Strategy, axes: tuple[Axis, ...], experts: int = 0, *, together: bool = False
+    ) -> float:  # fmt: skip
         """Seconds to reduce the gradients of `count` parameters at once, by the fastest of the algorithms; `together`: those
         of experts and of the rest by one collective where they go the same way."""
         reduction = state.reduction_of(count, strategy, experts)

@@ -231,7 +231,7 @@ class RankBounds:
         base = peak + self._end_bytes(rows, rates, begun)
         # A rank with a layer group of the kinds that count runs it on top of what all of these save; of several chunks
         # the fullest moment may be another one's.
-        own = np.maximum(u.counted_peak, u.counted_backward_peak + reduced) + gathered
+        own = np.maximum(rows.peaks("counted_peak"), rows.peaks("counted_backward_peak") + reduced) + gathered
         self.running_bytes = np.maximum(own - peak, 0.0) * (bool(rows.repeated) & (rows.chunks == 1))
         if rows.lacking_bytes:
             base = base + np.array(rows.lacking_bytes)[:, None]
@@ -241,16 +241,16 @@ class RankBounds:
 
     def _base_bytes(self, rows: Rows, pp: int, gathered: Floats, reduced: Floats) -> Floats:
         """The peak of one action above what is held."""
-        u = rows.table
+        u, backward, tail_peak = rows.table, rows.peaks("backward_peak"), rows.peaks("tail_peak")
         several = pp == 1 and rows.repeated > 2  # the next layer group's parameters, the last one's gradients
-        peak = np.maximum(u.peak, u.backward_peak + reduced) + gathered * (1 + several)
+        peak = np.maximum(rows.peaks("peak"), backward + reduced) + gathered * (1 + several)
         if several:
-            peak = np.maximum(peak, u.backward_peak + 2 * (reduced + gathered) - u.saved)
+            peak = np.maximum(peak, backward + 2 * (reduced + gathered) - u.saved)
         if pp == 1 and rows.repeated:
-            return np.asarray(np.maximum(peak, u.tail_peak))
+            return np.asarray(np.maximum(peak, tail_peak))
         # An end stage may hold glue alone: then no layer group's peak stands on top.
         inside = np.where(self.first, 0.0, peak)
-        return np.asarray(np.where(self.last, u.tail_peak, inside), dtype=np.float64)
+        return np.asarray(np.where(self.last, tail_peak, inside), dtype=np.float64)
 
     def _end_bytes(self, rows: Rows, rates: Rates, flight: InFlight) -> Floats:
         """State of the ends of the model, and what they keep of micro-batches in flight."""

@@ -76,6 +76,11 @@ class Rows:
         """Variants whose first rank holds both ends of the model."""
         return is_v_shaped(self.schedule)
 
+    def peaks(self, name: str) -> Floats:
+        """One of the table's columns of peaks, by whether backwards are split."""
+        split = getattr(self.table, f"split_{name}")
+        return np.asarray(np.where(self.plain, getattr(self.table, name), split))
+
     def take(self, index: Ints) -> Rows:
         columns = (
             "zero", "schedule", "chunks", "pp_stride", "group_reduce_s", "all_reduce_s", "group_gather_s", "all_gather_s",

@@ -42,8 +42,8 @@ OFFLOADED, MODE, ADDED, MICRO = 0, SETTING.index("recompute"), -2, -1  # in a se
 FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
 # What an anchor says of others. What of the layer groups is kept may be on the host.
 SECONDS = [at for at, name in enumerate(SINGLE) if name.endswith("_s") and name != "recompute_s"]
-ON_DEVICE = [SINGLE.index(name) for name in ("least_saved", "peak")]
-BYTES = [SINGLE.index("tail_peak")]
+ON_DEVICE = [SINGLE.index(name) for name in ("least_saved", "peak", "split_peak")]
+BYTES = [SINGLE.index(name) for name in ("tail_peak", "split_tail_peak")]
 COUNTS = [
     at for at, name in enumerate(SINGLE)
     if name.endswith(("_parameters", "_trainable", "_experts", "buffer_bytes", "tail_tied"))
@@ -132,8 +132,12 @@ class SettingPrices:
     def _drop_too_large(self, settings: Ints | slice) -> None:
         """Make rows infinite where one layer group, or the tail, alone is too large."""
         rows = self.rows[settings]
-        group = rows[:, SINGLE.index("least_saved")] + rows[:, SINGLE.index("peak")]
-        rows[np.maximum(group, rows[:, SINGLE.index("tail_peak")]) > self.capacity_bytes] = np.inf
+        peak, tail = (
+            np.minimum(rows[:, SINGLE.index(name)], rows[:, SINGLE.index(f"split_{name}")])
+            for name in ("peak", "tail_peak")
+        )
+        group = rows[:, SINGLE.index("least_saved")] + peak
+        rows[np.maximum(group, tail) > self.capacity_bytes] = np.inf
         self.rows[settings] = rows
 
 

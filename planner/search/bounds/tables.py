@@ -17,7 +17,7 @@ from autoparallel.planner.search.space.meshes import Floats, Ints
 from autoparallel.planner.strategy.types import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of parameters: fields of BlockPrice
 # Share of the layer groups from which on the other kinds are left out of bounds by rank. Kind: formula.
@@ -62,6 +62,11 @@ class PriceTable:
     counted_peak: Floats  # and of both likewise, of the kinds that count
     counted_backward_peak: Floats
     tail_peak: Floats  # likewise where the tail runs, what the tail saves included
+    split_peak: Floats  # these five where backwards are split: of first halves
+    split_backward_peak: Floats
+    split_counted_peak: Floats
+    split_counted_backward_peak: Floats
+    split_tail_peak: Floats
     group_parameters: Floats  # here and below experts under ep > 1 left out
     group_trainable: Floats
     group_experts: Floats
@@ -190,8 +195,7 @@ def _row(chain: Chain, strategy: Strategy, prices: _Prices) -> tuple[float, ...]
     kept = [(groups[kind], full[kind]) for kind in kinds_that_count(chain)]
     least = [min(_sum(a, "saved"), _sum(b, "saved")) for a, b in zip(groups, full, strict=True)]
     last = [prices[-1] for prices in (*groups, *full)]
-    peaks, backward_peaks = _peaks(last)
-    counted = _peaks([prices[-1] for both in kept for prices in both])
+    counted = [prices[-1] for both in kept for prices in both]
     sides = [_sum(prices, name) for prices in (head, tail) for name in ("forward_s", "backward_s")]
     return (
         min((forward[kind] for kind in kinds_that_count(chain)), default=0.0),
@@ -213,10 +217,8 @@ def _row(chain: Chain, strategy: Strategy, prices: _Prices) -> tuple[float, ...]
         min(least, default=0.0),
         _sum(head, "saved"),
         _sum(tail, "saved"),
-        min(peaks, default=0.0),
-        min(backward_peaks, default=0.0),
-        *(min(each, default=0.0) for each in counted),
-        _tail_peak(tail) if tail else min(peaks, default=0.0),
+        *_peak_columns(last, counted, tail, _backward_of),
+        *_peak_columns(last, counted, tail, lambda price: min(price.half_peak, _backward_of(price))),
         *(min((_sum(group, n) for group, _ in kept), default=0.0) for n in NUMBERS),
         float(max((price.dense_trainable for price in every), default=0)),
         _sum(head, "dense"),
@@ -258,21 +260,23 @@ def _kind_row(
     )
 
 
-def _peaks(prices: Sequence[BlockPrice]) -> tuple[list[int], list[int]]:
-    """Of each block's passes, and of its backward alone, what stands above what is saved."""
-    return (
-        [max(p.forward_temp, p.recomputed + p.backward_temp) for p in prices],
-        [p.recomputed + p.backward_temp for p in prices],
-    )
+def _backward_of(price: BlockPrice) -> int:
+    return price.recomputed + price.backward_temp
 
 
-def _tail_peak(tail: Sequence[BlockPrice]) -> float:
-    """Largest moment of the tail, above what the layer groups before it saved."""
+def _peak_columns(
+    last: Sequence[BlockPrice], counted: Sequence[BlockPrice], tail: Sequence[BlockPrice], backward: Callable[[BlockPrice], int]
+) -> tuple[float, ...]:  # fmt: skip
+    """PEAK to TAIL_PEAK of a table, where a block's backward holds what `backward` says."""
+    found = list[float]()
+    for prices in (last, counted):
+        found.append(min((max(p.forward_temp, backward(p)) for p in prices), default=0.0))
+        found.append(min(map(backward, prices), default=0.0))
     held, peak = 0, 0
     for price in tail:
         held += price.saved
-        peak = max(peak, held + price.forward_temp, held + price.recomputed + price.backward_temp)
-    return float(peak)
+        peak = max(peak, held + price.forward_temp, held + backward(price))
+    return (*found, float(peak) if tail else found[0])
 
 
 def _sum(prices: Iterable[BlockPrice], name: str) -> float:

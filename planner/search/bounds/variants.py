@@ -53,7 +53,8 @@ def shape_bounds(problem: Problem, space: Space, rows: Ints, table: PriceTable, 
     busiest_s = np.maximum(most * group_s, whole_s / shapes.pp)
     best = np.full(len(shapes), max(space.zeros))
     # One micro-batch there and back; a schedule that splits the backward need not run its weight gradients on the way.
-    split_s = np.where(_may_split(space) & (shapes.pp > 1), table.all_forward_s + table.all_input_s, whole_s)
+    split = _may_split(space) & (shapes.pp > 1)
+    split_s = np.where(split, table.all_forward_s + table.all_input_s, whole_s)
     through_s = np.minimum(whole_s, split_s)
     rates, _ = rates_of(problem, shapes, best)
     per_group = (
@@ -61,10 +62,14 @@ def shape_bounds(problem: Problem, space: Space, rows: Ints, table: PriceTable, 
     )
     tail = table.tail_parameters * rates.parameter + table.tail_trainable * rates.trainable
     blocks = most if repeated else np.zeros_like(most)
-    middle = blocks * (per_group + table.least_saved) + table.peak
+    peak, tail_peak = (
+        np.where(split, np.minimum(whole, halves), whole)
+        for whole, halves in ((table.peak, table.split_peak), (table.tail_peak, table.split_tail_peak))
+    )
+    middle = blocks * (per_group + table.least_saved) + peak
     # The last of several stages may be the tail alone.
     before = np.where(shapes.pp > 1, 0.0, n * (per_group + table.least_saved))
-    last = tail + before + table.tail_peak
+    last = tail + before + tail_peak
     return Bounds(
         time_s=np.maximum(shapes.micro_batches * busiest_s, through_s),
         memory_bytes=np.maximum(

@@ -10,7 +10,7 @@ from autoparallel.costmodel.memory import LiveState
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import mesh_axes
 from autoparallel.planner.expand.gathers import gathers_late
-from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, rank_of_stage
+from autoparallel.planner.expand.schedules import SOME_WHOLE, SPLIT_BACKWARD, rank_of_stage
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import BlockPrice, PriceBook, line_below
 from autoparallel.planner.search.partition import messages
@@ -28,6 +28,7 @@ from autoparallel.planner.search.partition.peaks import (
     Ends,
     backward_peak,
     forward_peak,
+    in_halves,
     last_kinds,
     weight_peak,
 )
@@ -290,12 +291,15 @@ def _bytes(
     prices = priced.prices
     sent = _kept_outputs(problem, chain, book, priced)
     split = priced.chosen.schedule in SPLIT_BACKWARD
+    back = prices
+    if split and priced.strategy.execution.fsdp2:
+        back = in_halves(prices, some_whole=priced.chosen.schedule in SOME_WHOLE)
     return (
         Quantity(forms=(prices.sums(state_rate(priced.strategy), 1.0),)),
         Quantity(forms=(more_of(prices.sums(lambda price: price.saved, 1.0), sent),)),
         Quantity(forms=(prices.sums(lambda price: price.weight_saved, 1.0),)),
         forward_peak(prices, ends),
-        Quantity(forms=tuple(more_of(form, sent) for form in backward_peak(prices, ends).forms)),
+        Quantity(forms=tuple(more_of(form, sent) for form in backward_peak(back, ends).forms)),
         weight_peak(prices) if split else Quantity(forms=(prices.constant(0),)),
         Quantity(forms=(prices.sums(host_state_rate(priced.strategy), 1.0),)),
         Quantity(forms=(prices.sums(lambda price: price.host_bytes, 1.0),)),

@@ -125,6 +125,21 @@ def weight_peak(chain: PricedChain) -> Quantity:
     return Quantity(forms=(_shifted(kept, [gradients] * chain.chunks, groups=[True] * chain.chunks),))
 
 
+def in_halves(chain: PricedChain, *, some_whole: bool) -> PricedChain:
+    """The prices of which `backward_peak` is that of first halves, beside which nothing is reduced; and of whole passes, of which there are
+    `some_whole`, no more."""
+
+    def halved(price: BlockPrice) -> BlockPrice:
+        peak = min(price.half_peak, _backward_of(price)) if some_whole else price.half_peak
+        return replace(price, backward_temp=peak - price.recomputed, gather_bytes=0, reduce_bytes=0)
+
+    def each(prices: Prices) -> Prices:
+        return tuple(map(halved, prices))
+
+    kept, recomputed = (tuple(map(each, groups)) for groups in (chain.kept, chain.recomputed))
+    return replace(chain, head=each(chain.head), tail=each(chain.tail), kept=kept, recomputed=recomputed)
+
+
 def _forward_of(price: BlockPrice) -> int:
     return price.forward_temp + price.gather_bytes
 
