@@ -172,8 +172,9 @@ def activation_profile(
         under_way = _in_backward_order(stage.under_way)
         last = _backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat, under_way)
         last_weight = _weight_peak(links[::-1], weight_saved, reductions[::-1], under_way)
-    if any(block.weight_again for block in links):  # W is a whole pass
-        weight, last_weight = max(weight, backward, key=_total), max(last_weight, last, key=_total)
+    if any(block.weight_again or block.half_idle for block in links):  # W is a whole pass
+        least = Peak(weight_saved, max(reductions, default=0))  # as `_weight_peak`
+        weight, last_weight = (max(least, whole, key=_total) for whole in (backward, last))
     return ActivationProfile(
         saved=saved,
         weight_saved=weight_saved,

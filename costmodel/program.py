@@ -113,13 +113,14 @@ Step = Kernel | Collective
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undivided:
     """Bytes of a block in the halves of a backward pass where autograd keeps the stage's graph whole, as it does unless all blocks of
-    the stage put the gradients of their weights off; this one `puts_off` or does not. In a first stage I has nothing to do, and W is a
-    whole pass, with a peak of `temp_bytes`."""
+    the stage put the gradients of their weights off; this one `puts_off` or does not. In a first stage I has nothing to do (`half_idle`),
+    and W is a whole pass."""
 
     puts_off: bool
     saved_bytes: int  # from I to W
     half_temp_bytes: int
-    temp_bytes: int
+    again_temp_bytes: int  # likewise where W is a pass of its own: I keeps nothing for it
+    weight_temp_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ class LinkSizes:
 class Beside:
     """Bytes: of the last reduction (of the link behind), which goes when gradients of this link are reduced; of what is gathered for the
     link ahead, which runs back next. `inside`: what the walk adds for both neighbours of units that are reduced and gathered while those
-    run, of which `apart` are gathered. `coming`: whether what is gathered for the link ahead comes beside this one, as of two blocks
+    run, of which `apart` are gathered; what is gathered for the link behind, in a forward, is `following`. `coming`: whether what is gathered for the link ahead comes beside this one, as of two blocks
     (`runtime/gradients/fsdp.py`, `_gather_ahead_in_order`). `ending`: the root unit of the stage, beside its first link, the last to run back; `gone`, what repeated blocks have freed by then where gradients are summed
     up: those, and parameters. `alone`: no other link is in the stage."""
 
@@ -39,6 +39,7 @@ class Beside:
     gathered: int = 0
     inside: int = 0
     apart: int = 0
+    following: int = 0
     coming: bool = False
     ending: GlueUnit | None = None
     gone: int = 0
@@ -70,6 +71,7 @@ def beside_of(ahead: LinkSizes | None, behind: LinkSizes | None, ending: GlueUni
         gathered=ahead.gathered if ahead else 0,
         inside=(behind.reduced - behind.stands if behind else 0) + (ahead.expert_gathered if ahead else 0),
         apart=ahead.expert_gathered if ahead else 0,
+        following=behind.gathered + behind.expert_gathered if behind else 0,
         ending=ending,
         alone=ahead is None and behind is None,
     )

@@ -29,14 +29,20 @@ def with_halves(
     work: BlockWork, backward: BackwardBytes, units: Sequence[GlueUnit], strategy: Strategy, beside: Beside, *, repeated: bool
 ) -> BlockWork:  # fmt: skip
     """The memory of a block's two halves; `units` are what is gathered and reduced at once of it, in the order of the model."""
-    own, undivided = (
-        _first_half(work, half, units, strategy, beside, repeated=repeated) for half in backward.halves
-    )
-    whole = Undivided(
-        puts_off=backward.puts_off, saved_bytes=work.saved_bytes + backward.halves[-1].arrived, half_temp_bytes=undivided,
-        temp_bytes=max(work.backward_temp_bytes, 0) + work.recomputed_bytes,
+    whole = HalfBytes(  # of a pass that keeps nothing for another one
+        peak=max((moment.running for moment in backward.moments), default=0), arrived=0,
+        moments=tuple(replace(moment, made={}) for moment in backward.moments),
     )  # fmt: skip
-    work = replace(work, undivided=whole, half_temp_bytes=own)
+    own, undivided, again = (
+        _first_half(work, half, units, strategy, beside, repeated=repeated)
+        for half in (*backward.halves, whole)
+    )
+    copies = strategy.mesh.cp > 1 and strategy.execution.dtensor
+    autograds = Undivided(
+        puts_off=backward.puts_off, saved_bytes=work.saved_bytes + backward.halves[-1].arrived, half_temp_bytes=undivided,
+        again_temp_bytes=again, weight_temp_bytes=_copied_bytes(backward) if copies else 0,
+    )  # fmt: skip
+    work = replace(work, undivided=autograds, half_temp_bytes=own)
     # torch holds the last one in a loop that it has over several ranks: foreach_reduce, _fully_shard/_fsdp_collectives.py.
     largest = max((size for moment in backward.moments for size in moment.made.values()), default=0)
     if not (state.gradient_level(strategy) >= 2 or state.casts_parameters(strategy)):
@@ -49,6 +55,15 @@ def with_halves(
         reduced = max(reduced, unit.reduced + max(unit.gradients, share + last))
         before = unit.reduced
     return replace(work, weight_temp_bytes=max(made, largest), weight_reduced_bytes=reduced)
+
+
+def _copied_bytes(backward: BackwardBytes) -> int:
+    """Gradients of weights when the largest of them is made, and copied (`runtime/context/values.py`)."""
+    sizes = [size for moment in backward.moments for size in moment.made.values()]
+    if not sizes:
+        return 0
+    at = sizes.index(max(sizes))
+    return sum(sizes[: at + 1]) + sizes[at]
 
 
 def _first_half(
@@ -112,13 +127,10 @@ def _undivided(work: BlockWork, strategy: Strategy, recomputed: int, *, first: b
     if whole is None:
         return work
     if first:
-        return replace(
-            work, weight_saved_bytes=work.saved_bytes, half_temp_bytes=0, half_idle=True, backward_temp_bytes=whole.temp_bytes,
-            weight_temp_bytes=max(whole.temp_bytes, work.weight_temp_bytes),
-        )  # fmt: skip
-    if not whole.puts_off:
-        return work
+        return replace(work, weight_saved_bytes=work.saved_bytes, half_temp_bytes=0, half_idle=True)
+    work = replace(work, weight_temp_bytes=max(work.weight_temp_bytes, whole.weight_temp_bytes))
     again = bool(work.recompute) and (recomputed > 0 or strategy.recompute.mode in ("full", "operators"))
+    half = whole.again_temp_bytes if again else whole.half_temp_bytes
     return replace(
-        work, weight_saved_bytes=None if again else whole.saved_bytes, half_temp_bytes=whole.half_temp_bytes,
+        work, weight_saved_bytes=None if again else whole.saved_bytes, half_temp_bytes=half,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.beside import Beside, LinkSizes, beside_of, link_sizes, most_beside
 from autoparallel.planner.expand.chain import Ties
 from autoparallel.planner.expand.glue import GlueUnit
-from autoparallel.planner.expand.halves import is_split, with_halves
+from autoparallel.planner.expand.halves import ZERO_3, is_split, with_halves
 from autoparallel.planner.expand.units import (
     as_cast_unit,
     as_glue,
@@ -23,6 +23,7 @@ from autoparallel.planner.expand.units import (
     rooted,
     units_of,
     with_coming_and_going,
+    with_incoming,
 )
 from autoparallel.planner.expand.works import LocalWorks
 from autoparallel.planner.strategy.types import Strategy
@@ -99,7 +100,8 @@ def placed_unit(
     if _in_units(strategy):
         ahead, behind = (one and _sizes(works, strategy, *one) for one in (place.ahead, place.behind))
         beside = beside_of(ahead, behind, _ending(works, strategy, place.ending))
-        coming = repeated and place.ahead is not None and _repeated(works.graph, place.ahead[0])
+        block_ahead = place.ahead is not None and _repeated(works.graph, place.ahead[0])
+        coming = strategy.mesh.pp == 1 or (repeated and block_ahead)
         beside = replace(beside, coming=coming)
         if beside.ending is not None and state.gradient_level(strategy) < 2:
             beside = replace(beside, gone=_gone(works, strategy, place.ending[1:]))
@@ -109,9 +111,13 @@ def placed_unit(
     if strategy.micro_batches == 1:
         own = works.graph.blocks[block]
         found = with_coming_and_going(found, own, place.dropped, strategy, repeated=repeated)
-    if is_split(strategy):
+    gathers = _in_units(strategy) and state.zero_level(strategy) == ZERO_3
+    if gathers or is_split(strategy):
         experts = unit_experts(works, strategy, block)
         units = units_of(work, works.graph.blocks[block], place.dropped, strategy, experts, repeated=repeated)
+    if gathers:
+        found = with_incoming(found, units, beside, repeated=repeated)
+    if is_split(strategy):
         found = with_halves(
             found, works.backward(strategy, block), units, strategy, beside, repeated=repeated
         )

@@ -53,12 +53,18 @@ def as_unit(
         return _summed_up(work, whole, strategy, beside, root=0)
     standing = work.backward_temp_bytes if work.standing_temp_bytes is None else work.standing_temp_bytes
     gathered = 0 if work.gather is None else work.gather.size_bytes
+    elsewhere = 0 if beside.coming else beside.gathered
     if backward is not None and experts:
         more = max(standing - backward.standing, 0)  # that activations on the host take
         two = _two_units(work, block, strategy, experts)
         peak = glue_peak(two, backward.moments, before=beside.reduced)
         apart = 0 if work.expert_gather is None else work.expert_gather.size_bytes
-        temp = max(peak + more - apart, _after(work, block, strategy, beside)) - whole - beside.inside
+        temp = (
+            max(peak + more - apart, _after(work, block, strategy, beside))
+            - whole
+            - beside.inside
+            - elsewhere
+        )
         return replace(work, backward_temp_bytes=temp)
     passing = work.parameters * state.passing_per_parameter(strategy, state.dense_shards(strategy))
     # Each rank's share is made when the gradients have gone.
@@ -66,7 +72,7 @@ def as_unit(
     reduced = work.left_bytes + whole + max(share, 0) - beside.reduced - max(gathered, passing)
     if _of_two(strategy):
         reduced -= min(whole // state.shard_ranks(strategy), work.parameters * item)
-    temp = max(standing, reduced, _after(work, block, strategy, beside)) - whole - beside.inside
+    temp = max(standing, reduced, _after(work, block, strategy, beside)) - whole - beside.inside - elsewhere
     return replace(work, backward_temp_bytes=temp)
 
 
@@ -242,6 +248,23 @@ def _of_two(strategy: Strategy) -> bool:
     unless it finds buffers, and parameters go in the second."""
     two = strategy.micro_batches == 2 and state.zero_level(strategy) == 2
     return two and state.starts_without_gradients(strategy)
+
+
+def with_incoming(work: BlockWork, units: Sequence[GlueUnit], beside: Beside, *, repeated: bool) -> BlockWork:
+    """A link beside what its parameters came in, which FSDP2 keeps in a forward until the next unit is gathered; the walk has those of the
+    link behind instead. Of glue, whose units come one after the other, no more is said than that the largest is there twice.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, wait_for_unshard.
+    """
+    own, temp = (
+        0 if work.gather is None else work.gather.size_bytes - work.rooted_bytes,
+        work.forward_temp_bytes,
+    )
+    if repeated:
+        return replace(work, forward_temp_bytes=temp + max(own - beside.following, 0))
+    largest = max((unit.whole for unit in units[:-1]), default=0)
+    twice = 2 * largest - own - beside.following - work.saved_bytes
+    return replace(work, forward_temp_bytes=max(temp, twice))
 
 
 def _coming(strategy: Strategy) -> Coming:
