@@ -68,6 +68,23 @@ class _Copies:
             return value
         return dtensor_like(value, parameter) if self.same_layout else share_of(value, parameter)
 
+    def summed(self, own: Tensor) -> Tensor:
+        """The sum of what each rank has. Two ranks send each other theirs, one message each way at once, as is priced; either order
+        of a sum of two is the same number."""
+        if self.group is None:
+            return own
+        if dist.get_world_size(self.group) > 2:
+            dist.all_reduce(own, group=self.group)
+            return own
+        peer, other = 1 - dist.get_rank(self.group), torch.empty_like(own)
+        exchange = [
+            dist.P2POp(dist.isend, as_bytes(own), group=self.group, group_peer=peer),
+            dist.P2POp(dist.irecv, as_bytes(other), group=self.group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        return own + other
+
     @torch.no_grad()
     def equalise(self) -> None:
         """Give every copy the values of the first."""
@@ -124,8 +141,7 @@ class TiedGradients:
         for copies in self._copies:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in copies.parameters]
             total = torch.stack([copies.comparable(g) for g in gradients]).sum(dim=0)
-            if copies.group is not None:
-                dist.all_reduce(total, group=copies.group)
+            total = copies.summed(total)
             for parameter in copies.parameters:
                 parameter.grad = copies.laid_out(total.clone(), parameter)
                 if parameter in self._before:

@@ -76,11 +76,9 @@ def test_a_step_has_the_priced_bytes_by_kind_and_level(gloo: Processes) -> None:
     ran = gloo.run(4, counted, strategies=programs)[0]
     for name, (_, program), (costs, took_s) in zip(RUN, programs, ran, strict=True):
         priced = priced_collectives(program, CLUSTER)
-        tied = any(c.op == "send" for c in program.stages[0].tied_reduce)  # a sum, priced as a message
         for key in (_kind, _level):
             sent, planned_to = _sent(costs, key), _sent(priced, key)
-            if key is _level or not tied:
-                assert sent == pytest.approx(planned_to, rel=0.05), (name, costs, priced)
+            assert sent == pytest.approx(planned_to, rel=0.05), (name, costs, priced)
         assert all(c.op == "send" or not c.seconds >= took_s for c in costs), (name, costs, took_s)
 
 
