@@ -21,7 +21,7 @@ from autoparallel.runtime.torch_private import outside_tracing
 # Larger values are not computed: decisions hang on positions and lengths, not on masks. Kind: chosen.
 MOST_ELEMENTS = 2**18
 _FACTORIES = frozenset({"arange", "zeros", "ones", "full", "scalar_tensor", "linspace", "eye"})
-_READ = torch.ops.aten._local_scalar_dense.default
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)  # the latter of lists
 
 
 class SmallValues(TorchDispatchMode):
@@ -38,7 +38,7 @@ class SmallValues(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         values = [self._of(tensor) for tensor in given]
         known = all(value is not None for value in values)
-        if func is _READ and known:
+        if func in _READS and known:
             with outside_tracing():
                 return values[0].item()  # type: ignore[union-attr]
         result = func(*args, **kwargs)
