@@ -161,6 +161,8 @@ HALVES_OF_BACKWARDS = {
     "rows of a sequence, keys gone after first halves": ("llama-3.1-8b", _split(Mesh(pp=2, cp=2), 1, "zb1p", CAST, (1, 2))),
     "experts": ("mixtral-8x7b", _split(Mesh(pp=2), 0, "zbv", BF16, (0, 1, 1, 1))),
     "units that are gathered again for second halves": ("mixtral-8x7b", _split(Mesh(pp=2, dp_shard=2), 3, "zbv", BF16, (0, 1, 1, 1))),
+    "first halves, beside which nothing is reduced, and units with norms": ("llama-3.1-8b", _split(Mesh(pp=2, dp_shard=2), 3, "zb1p", BF16, (1, 2))),
+    "gradients copied in second halves, the first stage's a whole pass": ("llama-3.1-8b", _split(Mesh(pp=2, cp=2, tp=2), 3, "zb1p", BF16, (1, 2))),
     "whole gradients, reduced when the step ends": ("llama-3.1-8b", _split(Mesh(pp=2, dp_shard=2), 1, "zb1p", SUMMED, (1, 2), recompute=Recompute(mode="full"))),
     "whole gradients, whose shares replicas sum up": ("llama-3.1-8b", _split(Mesh(pp=2, dp_shard=2, dp_replicate=2), 1, "zb1p", CAST, (1, 2), recompute=Recompute(mode="full"))),
 }  # fmt: skip
