@@ -110,7 +110,8 @@ class ExchangePrices:
 
         third = found.zero == 3  # alone asks how large a layer group is
         keys = self._keys(found, self.groups.shards, np.where(third, most, 0))
-        own = np.where(third, self.experts[found.shape], 0)
+        own = self.experts[found.shape] * len(self.weights) + self.weights[found.compression]
+        own = np.where(third, own, 0)  # as experts are gathered encoded, too
         alone = self._fetched(found, reduced=True)[:, None]
         return np.concatenate(
             [
@@ -256,7 +257,8 @@ class ExchangePrices:
         keys = shards[at] * (int(self.groups.replicas.max(initial=0)) + 1) + self.groups.replicas[at]
         keys = keys * 4 + np.where(found.zero == 2, 1, found.zero)
         keys = keys * len(self.space.compressions) + self.gradients[found.compression]
-        most = max(int(self.most.max(initial=0)), int(self.experts.max(initial=0)))
+        experts = (int(self.experts.max(initial=0)) + 1) * len(self.weights)
+        most = max(int(self.most.max(initial=0)), experts)
         return np.asarray((keys * (most + 1) + own) * 2 + self._at_end(found))
 
     def _at_end(self, found: Variants) -> Ints:
