@@ -347,6 +347,23 @@ def test_bounds_know_of_parameters_that_are_gathered_one_by_one() -> None:
         assert bounds.time_s[row] > 0.5 * found.step_time_s, found.strategy
 
 
+def test_bounds_know_of_updated_parameters_that_stages_wait_for() -> None:
+    outer = outer_for("h100-sxm:4x2", 16, SLOW_OWN)
+    every, _ = expand_quickly(outer, np.arange(len(outer.space.shapes)))
+    shapes = outer.space.shapes.take(every.shape)
+    waits = (every.zero == 1) & (shapes.pp == 2) & (shapes.dp_shard == 4) & (shapes.micro_batches == 2)
+    on_device = (
+        (shapes.optimizer_offloaded == 0) & (shapes.activations_offloaded == 0) & (shapes.recompute == 0)
+    )
+    some = every.take(waits & on_device & (every.compression == 0))
+    bounds, sims = bound_variants(outer, some, FOREVER), Simulations(outer=outer)
+    assert len(set(some.schedule.tolist())) > 3
+    for row in range(len(some)):
+        found = sims.try_quickly(candidate(outer.space, some, row))
+        assert found is not None
+        assert bounds.time_s[row] > 0.65 * found.step_time_s, found.strategy
+
+
 def _row_says_nearly_all(outer: Outer, chosen: Candidate) -> Row:
     """The path of an even partition's simulation, which goes through what is exchanged at the end of the step."""
     partition = Partition(blocks=(1, 1, 1, 1), recomputed=(0, 0, 0, 0))

@@ -11,6 +11,7 @@ import pytest
 from autoparallel.costmodel.buckets import fill_buckets
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
+from autoparallel.planner.search.bounds.exchanges import ExchangePrices
 from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly, expand_shapes, outer_of
 from autoparallel.planner.search.evaluate import evaluate
 from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
@@ -110,6 +111,24 @@ def test_experts_and_the_rest_are_summed_over_replicas_as_in_the_simulation() ->
     }
     assert {link.reduce_s for link in priced.prices.kept[0]} <= seconds
     assert any(len({(c.op, c.axes) for c in one}) < len(one) for one in reduced), "nothing to be merged"
+
+
+def test_what_is_exchanged_costs_the_same_whatever_was_priced_before() -> None:
+    """Gathers of experts, too, are of other sizes where parameters are encoded."""
+    case = replace(
+        problem("mixtral", "h100-sxm:2x4", shard__zero=3, mesh__ep=2, mesh__pp=1, batch__micro=1),
+        allow_lossy=True,
+    )
+    outer = outer_of(case)
+    assert outer is not None
+    every, _ = expand_quickly(outer, np.arange(len(outer.space.shapes)))
+    every = every.take(np.array(random.Random(2).sample(range(len(every)), 60)))
+    encoded = {outer.space.compressions[one].weights for one in every.compression.tolist()}
+    assert len(encoded) > 1, encoded
+    together = outer.communication.exchanges.rates(every)
+    for row in range(len(every)):
+        alone = ExchangePrices.of(case, outer.space, outer.prices, outer.book)
+        assert alone.rates(every.take(np.array([row])))[0].tolist() == together[row].tolist()
 
 
 def nearly_alike(case: Problem, *, experts: int, dense: int) -> Problem:
