@@ -42,6 +42,9 @@ Key = TypeVar("Key", int, str)
 EFFORT = 20.0
 # Integers per nanosecond where memory has a price. Kind: formula: a thousandth is near enough.
 PRICE_UNITS = 1024
+MOST_BITS = 62  # of a sum that CP-SAT adds up. Kind: formula: its integers have 64
+
+_Term = tuple[cp_model.IntVar, int]  # an unknown, and what it adds to the objective
 
 
 @dataclass(slots=True)
@@ -80,7 +83,7 @@ def solve_by_cp_sat(
     else:
         weight = 1 + sum(most(block.costs, "memory_kib") for block in blocks)
         terms = [t for b, u in pairs for t in _objective(b, u, weight)]
-    model.minimize(sum(terms))
+    _minimize(model, terms)
     solver = _solved(model)
     return [_extract(solver, block, unknown) for block, unknown in pairs]
 
@@ -90,6 +93,12 @@ def _weights(blocks: Sequence[PricedBlock], memory_price: float) -> tuple[int, i
     if memory_price == inf:
         return 1, 1 + sum(most(block.costs, "time_ns") for block in blocks)
     return PRICE_UNITS, max(1, round(memory_price * PRICE_UNITS))
+
+
+def _minimize(model: cp_model.CpModel, terms: Sequence[_Term]) -> None:
+    """The least sum; where that may be more than the solver's integers hold (on slow devices), without its last bits."""
+    more = max(sum(count for _, count in terms).bit_length() - MOST_BITS, 0)
+    model.minimize(sum(var * (count >> more) for var, count in terms))
 
 
 def _solved(model: cp_model.CpModel) -> cp_model.CpSolver:
@@ -102,7 +111,9 @@ def _solved(model: cp_model.CpModel) -> cp_model.CpSolver:
     solver.parameters.cp_model_use_sat_presolve = False  # likewise a tenth
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = EFFORT
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    status = solver.solve(model)
+    assert status != cp_model.MODEL_INVALID, model.validate()
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise NoTensorPlan
     return solver
 
@@ -196,13 +207,13 @@ def _tied_parameters_agree(model: cp_model.CpModel, unknowns: Sequence[_Unknowns
                 model.add(first.get(placement, 0) == second.get(placement, 0))
 
 
-def _objective(block: PricedBlock, unknown: _Unknowns, weight: int) -> list[cp_model.LinearExpr]:
-    return [var * (cost.time_ns * weight + cost.memory_kib) for var, cost in _terms(block, unknown)]
+def _objective(block: PricedBlock, unknown: _Unknowns, weight: int) -> list[_Term]:
+    return [(var, cost.time_ns * weight + cost.memory_kib) for var, cost in _terms(block, unknown)]
 
 
 def _priced(
     model: cp_model.CpModel, block: PricedBlock, unknown: _Unknowns, per_ns: int, per_kib: int
-) -> list[cp_model.LinearExpr]:
+) -> list[_Term]:
     """Time and memory where memory has a price: what is kept is kept once by all operators that keep it."""
     costs = block.costs
     every = dict.fromkeys(key for row in costs.keeps for keys in row for key in keys)
@@ -210,16 +221,19 @@ def _priced(
     for picks, row in zip(unknown.pick, costs.keeps, strict=True):
         for key in dict.fromkeys(key for keys in row for key in keys):
             model.add(sum(x for x, keys in zip(picks, row, strict=True) if key in keys) <= kept[key])
-    held = [x * costs.params[name][a].memory_kib for name, xs in unknown.place.items() for a, x in xs.items()]
     return [
-        *(var * (cost.time_ns * per_ns) for var, cost in _terms(block, unknown)),
+        *((var, cost.time_ns * per_ns) for var, cost in _terms(block, unknown)),
         *(
-            x * change_cost(block, e, c).memory_kib
+            (x, change_cost(block, e, c).memory_kib)
             for e, xs in enumerate(unknown.change)
             for c, x in xs.items()
         ),
-        *(term * per_kib for term in held),
-        *(var * (kib * per_kib) for (_, kib), var in kept.items()),
+        *(
+            (x, costs.params[name][a].memory_kib * per_kib)
+            for name, xs in unknown.place.items()
+            for a, x in xs.items()
+        ),
+        *((var, kib * per_kib) for (_, kib), var in kept.items()),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from math import prod
+from math import inf, prod
 
 import pytest
 from hypothesis import given, settings
@@ -89,3 +89,17 @@ def test_both_ways_of_solving_find_the_same_cost(sequence: bool, monkeypatch: py
         solve_tensor_plan(graph, indices, cluster, request)
     assert len(compared) > 3
     assert all(found == other for found, other in compared)
+
+
+def test_where_memory_comes_first_a_slow_device_holds_as_little_as_a_fast_one() -> None:
+    """Days in nanoseconds times kibibytes are more than 64 bits."""
+    graph, held = toy_transformer(hidden=32768, seq=1 << 20), []
+    for name in ("h100-sxm:1x8", "cpu-gloo:1x8"):
+        works = Expander(graph=graph, cluster=(cluster := load_cluster(name))).works
+        indices = [works.index(block, dropout=False) for block in range(len(graph.blocks))]
+        request = TensorRequest(
+            tp=4, stride=1, sequence_parallel=True, execution=Execution(kernels="eager"), memory_price=inf
+        )
+        plan = solve_tensor_plan(graph, indices, cluster, request)
+        held.append([(cost.held_kib, cost.kept_kib) for cost in plan.costs])
+    assert held[0] == held[1]
