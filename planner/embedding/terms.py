@@ -292,10 +292,10 @@ def _reduced_at_once_s(priced: Pricing, count: int) -> float:
     )
 
 
-def _bucket_mib(priced: Pricing, end: Callable[..., float]) -> float:
+def _bucket_mib(priced: Pricing, end: Callable[[Sequence[float]], float]) -> float:
     """The least (`min`) or largest bucket that a strategy may have."""
     fixed = priced.catalogue.problem.fixed.grad_sync.bucket_mib is not None
-    return end(priced.strategy.grad_sync.bucket_mib, *(() if fixed else BUCKETS_MIB))
+    return end((priced.strategy.grad_sync.bucket_mib, *(() if fixed else BUCKETS_MIB)))
 
 
 def chord(price: Callable[[int], float], low: int, high: int, floor: float = 0.0) -> Line:

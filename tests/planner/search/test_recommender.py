@@ -12,6 +12,7 @@ from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import load_model
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.strategy.file import strategy_to_constraints
 from autoparallel.planner.strategy.types import Batch, EmbeddingRule, Execution, Mesh, Pipeline, Strategy
 from autoparallel.profiles.load import load_cluster
 from tests.planned import plan
@@ -78,3 +79,18 @@ def test_stages_of_equal_tables_send_what_was_looked_up_before_them_too() -> Non
     sent = [stage.send.size_bytes for stage in stages if stage.send is not None]
     each = 2 * 64 * 128 * 4  # of the two tables of a stage
     assert [after - before for before, after in pairwise(sent[:3])] == [each] * 2
+
+
+def test_keys_fixed_at_the_plans_own_values_change_nothing_beyond_its_gap() -> None:
+    execution = Execution(kernels="eager", dtype="fp32", param_dtype="fp32", optimizer="sgd")
+    problem = Problem(
+        graph=recommender(2_000_000), cluster=CLUSTER, global_batch=4096, execution=execution,
+        constraints={"mesh.pp": 1, "recompute.mode": "none", "batch.micro": 512},
+    )  # fmt: skip
+    best = plan(problem)
+    own = strategy_to_constraints(best.strategy)
+    for section in ("grad_sync.", "offload.", "shard."):
+        fixed = {key: value for key, value in own.items() if key.startswith(section)}
+        found = plan(replace(problem, constraints={**problem.constraints, **fixed}))
+        slack = 1 + max(best.gap, found.gap) + 1e-6
+        assert 1 / slack <= found.prediction.step_time_s / best.prediction.step_time_s <= slack, fixed
