@@ -90,7 +90,7 @@ class Passed:
     before_s: Floats  # a layer group's way back, at most
 
     @staticmethod
-    def of(rows: Rows, rank: Ints, after_s: Floats) -> Passed:
+    def of(rows: Rows, rank: Ints, sent: Messages, after_s: Floats) -> Passed:
         """`after_s`: of what comes after it, what does not depend on layer groups."""
         u, alone = rows.table, rows.chunks == 1
         each_s = np.where(
@@ -98,7 +98,7 @@ class Passed:
         )
         back_s = np.where(rows.plain, u.all_backward_s, u.all_input_s)
         head_s = np.where(rows.plain, u.head_s - u.head_forward_s, u.head_input_s)
-        hops, sent = rows.shapes.pp * rows.chunks - 1 - rows.v_shaped, Messages.of(rows)
+        hops = rows.shapes.pp * rows.chunks - 1 - rows.v_shaped
         sent_s = sent.together_s(hops) + sent.together_s(hops - rank)
         # Of a single chunk the last micro-batch is the last through every link.
         sent_s += np.where(alone, (rows.shapes.micro_batches - 1) * sent.longest_s(hops), 0.0)
@@ -134,7 +134,8 @@ class Awaited:
 
     @staticmethod
     def of(
-        rows: Rows, rank: Ints, slower: Floats | float, computed: tuple[Floats, Floats], reduced: tuple[Floats, Floats]
+        rows: Rows, rank: Ints, slower: Floats | float, sent: Messages, computed: tuple[Floats, Floats],
+        reduced: tuple[Floats, Floats],
     ) -> Awaited:  # fmt: skip
         """`computed`, `reduced`: seconds besides and of each layer group, all forwards included, from a rank's first forward to the end of its
         step, as it computes all, and as it reduces what its last backwards leave."""
@@ -148,7 +149,7 @@ class Awaited:
         base_s = np.stack([
             computed[0] + np.where(alone, least_s - ends_s, ends_gathered_s - m * ends_s),
             reduced[0] + np.where(alone, least_s, ends_gathered_s),
-            reduced[0] + forth_s(rows, Messages.of(rows)),
+            reduced[0] + forth_s(rows, sent),
         ])  # fmt: skip
         more_s = np.where(
             alone, rows.longer(u.group_forward_s * slower, gathered_s), gathered_s - m * forward_s

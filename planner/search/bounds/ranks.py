@@ -152,7 +152,7 @@ class RankBounds:
         self.base_s += stepped_s + every_s + rows.reduce_s * ends * rows.apart
         at_end_s = stepped_s + step_s * ends + rows.summed_s
         self.in_line = InLine.of(rows, rank, slower, reduces & alone, fill_s + at_end_s)
-        self.passed = Passed.of(rows, rank, left_least_s * alone + at_end_s)
+        self.passed = Passed.of(rows, rank, sent, left_least_s * alone + at_end_s)
         self._drain(rows, slower, (f, b), (others_f, others_b), sends_s)
         gpipe = rows.schedule == SCHEDULES.index("gpipe")
         warm = np.where(gpipe, 1, np.minimum(pp - rank, m))
@@ -175,7 +175,7 @@ class RankBounds:
         reduced_s = step_s * ends + head_left_s * first + tail_left_s * last + stepped_s + left_least_s
         self.reduced_base_s = fill_s + reduced_s
         computed = self.base_s - fill_s, self.per_block_s
-        self.awaited = Awaited.of(rows, rank, slower, computed, (reduced_s, self.reduced_per_block_s))
+        self.awaited = Awaited.of(rows, rank, slower, sent, computed, (reduced_s, self.reduced_per_block_s))
         self.recompute_s = m * u.recompute_s
 
     def _drain(
