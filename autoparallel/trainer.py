@@ -289,8 +289,9 @@ class Trainer:
     def close(self) -> None:
         """Let the folder go; without it the end of the process does."""
         self.checkpoints.close()
-        if (guards := getattr(self, "_guards", None)) is not None:  # not so where it was refused before
-            guards.close()
+        for name in ("_deadline", "_status"):  # of a trainer that was refused, what there is
+            if (part := getattr(self, name, None)) is not None:
+                part.close()
 
     def _train(self, items: Any, ids: list[int]) -> tuple[Verdict, float]:
         """One step of the optimizer, if its guards let it."""
