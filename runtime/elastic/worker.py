@@ -111,6 +111,8 @@ def _tell_agent(text: str, folder: Path) -> None:
         before.write_text(json.dumps({"text": text, "start": start}), encoding="utf-8")
         return
     (folder / REFUSED).write_text(text, encoding="utf-8")
+    # The agent ends its processes at once; this one ends anyway, and its traceback would be cut off within a line.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.kill(os.getppid(), signal.SIGTERM)
 
 

@@ -12,6 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+# A script whose traceback is written in two halves, as any is that the machine stops in the middle of.
+_TELLS_SLOWLY = (
+    "sys.excepthook = lambda *_: (print('what it', file=sys.stderr, flush=True), time.sleep(1), "
+    "print('ended of', file=sys.stderr))"
+)
 
 
 @pytest.mark.distributed
@@ -44,7 +49,8 @@ def test_what_the_user_has_to_mend_is_started_twice_and_not_ten_times(
     tmp_path: Path, ends: str, words: str
 ) -> None:
     script, files = tmp_path / "refused.py", tmp_path / "files"
-    script.write_text(f"from autoparallel.errors import UserError\nprint('started', flush=True)\n{ends}\n")
+    script.write_text(f"import sys, time; from autoparallel.errors import UserError; {_TELLS_SLOWLY}\n"
+                      f"print('started', flush=True)\n{ends}\n")  # fmt: skip
     gone = subprocess.Popen(["true"])
     gone.wait()
     (files / f"autoparallel-agent-{gone.pid}-killed").mkdir(parents=True)
@@ -57,6 +63,7 @@ def test_what_the_user_has_to_mend_is_started_twice_and_not_ten_times(
     assert done.returncode == 2
     assert done.stdout.count("started") == 2
     assert words.format(script=script) in done.stderr.splitlines()
+    assert done.stderr.splitlines().count("ended of") == 2, "the agent cuts nobody's traceback off"
     left = [file.name for file in files.iterdir()]
     assert left == [f"autoparallel-agent-{os.getpid()}-here"], (
         "what killed agents left goes, and what this one had"
