@@ -136,14 +136,14 @@ def smallest_first(
     if only is not None:
         open_ &= only(found, space.shapes.take(found.shape))
     found = found.take(np.flatnonzero(open_))
-    least = bound_variants(outer, found, inf, memory=True)
-    order = np.argsort(least.memory_bytes, kind="stable")
+    order = np.argsort(bound_variants(outer, found, 0.0, memory=True).memory_bytes, kind="stable")
     groups = sizes[found.shape]
     if by_schedule:
         groups = alike(groups, found.schedule, found.virtual_stages)[1]
-    order = first_of_each(groups[order], order, SMALLEST_EACH)
-    order = order[_order(outer, found.shape[order], least.time_s[order])]
-    return [(candidate(space, found, int(row)), float(least.time_s[row])) for row in order]
+    smallest = found.take(first_of_each(groups[order], order, SMALLEST_EACH))
+    time_s = bound_variants(outer, smallest, inf).time_s
+    best = _order(outer, smallest.shape, time_s)
+    return [(candidate(space, smallest, int(at)), float(time_s[at])) for at in best]
 
 
 def _order(outer: Outer, shapes: Ints, time_s: Floats) -> Ints:
