@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -156,9 +157,12 @@ def _most_kept(problem: StageProblem, *, again: bool) -> Callable[[int, int], in
                 for row in rows.get(chunk, ())
             )
 
-        return next(
-            (n - 1 for n in range(1, min(problem.most[chunk], end) + 1) if not fits(n)), problem.most[chunk]
-        )
+        # From the second one on each block takes more than nothing; the first takes the place of what a chunk of few has.
+        limit = min(problem.most[chunk], end)
+        if limit and not fits(1):
+            return 0
+        found = bisect_left(range(2, limit + 1), True, key=lambda count: not fits(count)) + 1
+        return problem.most[chunk] if found >= limit else found
 
     return most
 
