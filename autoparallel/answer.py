@@ -15,7 +15,6 @@ from autoparallel.costmodel.timeline import Cut, timeline
 from autoparallel.costmodel.timetable import pipeline_times
 from autoparallel.labels import sample_word, strategy_label
 from autoparallel.phases_table import phases_table
-from autoparallel.planner.default_batch import BetterBatch
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
 from autoparallel.planner.outcome import (
@@ -39,6 +38,7 @@ from autoparallel.runtime.limits import refuser
 from autoparallel.stamp import KEY, NUMBERS_KEY, numbers_stamp, stamp
 
 if TYPE_CHECKING:
+    from autoparallel.planner.default_batch import BetterBatch
     from autoparallel.whatif import Outcome
 
 GIB = 1024**3

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, placement_types
 from torch.distributed.tensor import _random as random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -279,6 +278,8 @@ def as_one_of(ranks: int) -> Iterator[None]:
 
 def _forget_layouts() -> None:
     """DTensor remembers layouts with the meshes that they were on, and takes a mesh of the same ranks for the same one."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imports torch's compiler: seconds
+
     _clear_sharding_prop_cache()
 
 

@@ -23,7 +23,6 @@ from autoparallel.planner.sharding.blocks import (
     unsharded,
 )
 from autoparallel.planner.sharding.costs import Cost
-from autoparallel.planner.sharding.cp_sat import solve_by_cp_sat
 from autoparallel.planner.sharding.elimination import NoAssignment, Table, TooWide, Unknown, least_assignment
 from autoparallel.planner.sharding.problem import Variant
 
@@ -40,13 +39,23 @@ def solve_blocks(
     they had better be. Raises NoTensorPlan where nothing is legal.
     """
     if memory_price:
-        return solve_by_cp_sat(blocks, ties, memory_price)
+        return _solve_by_cp_sat(blocks, ties, memory_price)
     try:
         return _solve_by_tables(blocks, ties, wished=memory_price is None)
     except NoAssignment:
         raise NoTensorPlan from None
     except TooWide:
-        return solve_by_cp_sat(blocks, ties, memory_price)
+        return _solve_by_cp_sat(blocks, ties, memory_price)
+
+
+def _solve_by_cp_sat(
+    blocks: Sequence[PricedBlock], ties: Ties, memory_price: float | None
+) -> list[BlockAnswer]:
+    from autoparallel.planner.sharding.cp_sat import (
+        solve_by_cp_sat,
+    )  # seconds of imports, for the few that need it
+
+    return solve_by_cp_sat(blocks, ties, memory_price)
 
 
 def _solve_by_tables(blocks: Sequence[PricedBlock], ties: Ties, *, wished: bool) -> list[BlockAnswer]:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.attention.bias import causal_lower_right
 
 from autoparallel.runtime.context.random_numbers import drawn_apart
 from autoparallel.runtime.context.values import cut, of_parts, on_mesh, onto, own_part, placed, used_by_shares
@@ -72,6 +71,8 @@ def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
     """What the last `queries` of `keys` positions see: on GPUs in the form that flash attention knows."""
     if device.type == "cuda":
         with outside_tracing():  # it is no tensor to recomputation of operators, which watches what is made
+            from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
+
             return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 

@@ -32,10 +32,9 @@ class _Own(torch.autograd.Function):
 
 def own_outputs(unit: nn.Module) -> None:
     """Let a unit return no views; before `fully_shard`, whose hook comes after."""
-    unit.register_forward_hook(_without_views)
+    unit.register_forward_hook(torch._dynamo.disable(_without_views))
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
 def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
     return tree_map(_without_view, output) if torch.is_grad_enabled() else output
 
