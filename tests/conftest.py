@@ -14,7 +14,37 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, max_exa
 settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="every case of the tests that sweep over many")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_out(config, items)
+    _order(items)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test that sweeps over many cases as many as its mark says, evenly spread: all of them with `--thorough`, and
+    where the cases are asked for by name."""
+    if config.getoption("--thorough") or any("::" in str(argument) for argument in config.args):
+        return
+    sweeps: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sweep") is not None:
+            sweeps.setdefault((item.path, item.nodeid.split("[")[0]), []).append(item)
+    left_out = set[pytest.Item]()
+    for cases in sweeps.values():
+        mark = cases[0].get_closest_marker("sweep")
+        assert mark is not None
+        keep = min(mark.args[0], len(cases))
+        kept = {number * len(cases) // keep for number in range(keep)}
+        left_out |= {case for number, case in enumerate(cases) if number not in kept}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _order(items: list[pytest.Item]) -> None:
     """Files that take minutes come first, so that nobody waits for them alone in the end; of the others, those whose processes wait
     for each other and those that only compute come by turns, so that the ones use the time of the others."""
     long, waiting = (

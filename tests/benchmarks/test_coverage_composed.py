@@ -90,6 +90,7 @@ CASES: Mapping[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_captured_is_what_the_composition_keeps_and_computes(case: str) -> None:
     settings, replaced = CASES[case]

@@ -451,6 +451,7 @@ def test_evaluation_mode_drops_nothing_out() -> None:
     assert not [op for op in operators(capture(module.eval(), inputs, name="x")) if op.kind is OpKind.DROPOUT]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
 def test_the_hash_is_that_of_the_architecture_whatever_the_dtype_device_batch_and_loss(name: str) -> None:
     module, inputs = small(name)

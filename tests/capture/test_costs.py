@@ -19,6 +19,7 @@ def test_saved_bytes_of_bert_with_one_sample_more_follow_the_affine_sizes() -> N
     assert three - two == two - one
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("name", EVERY)
 def test_saved_bytes_are_what_autograd_keeps(name: str) -> None:
     module, inputs, graph = captured(name)

@@ -115,6 +115,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_model_is_fed_what_it_is_made_for(kind: str, tmp_path: Path) -> None:
     raw, shapes = CONFIGS[kind]

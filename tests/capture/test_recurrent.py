@@ -43,6 +43,7 @@ def _weights(module: nn.Module) -> tuple[int, int]:
     )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("kind", "setting"), [*(("LSTM", one) for one in SETTINGS), ("GRU", "time first"), ("RNN", "time first")]
 )

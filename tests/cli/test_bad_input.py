@@ -389,6 +389,7 @@ def test_a_report_of_a_file_without_predictions(tmp_path: Path) -> None:
     assert not (tmp_path / "r.html").exists()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("damage", ["breakdown_s = 3", "timeline.ranks = [[1]]", "peak_memory_gib = inf"])
 def test_a_report_of_damaged_predictions(tmp_path: Path, graph: Path, damage: str) -> None:
     out = tmp_path / "s.toml"

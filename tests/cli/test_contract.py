@@ -190,6 +190,7 @@ def test_every_documented_command_says_what_it_takes() -> None:
         assert "Usage" in answer.out
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "target", ["torchtitan", "megatron", "deepspeed", "accelerate", "torchrun", "slurm", "kubernetes"]
 )

@@ -245,6 +245,7 @@ def test_a_plan_that_is_to_run_here_keeps_to_what_runs(graph: Path) -> None:
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("objective", ["memory", "cost"])
 def test_the_bound_is_also_told_in_the_objectives_own_quantity(
     graph: Path, tmp_path: Path, objective: str

@@ -62,6 +62,7 @@ def _asked(ask: Sequence[str], folder: Path, *more: str | Path) -> Answer:
     return found
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("ask", ASKS, ids=lambda ask: ask[0])
 def test_the_record_says_the_cluster_and_another_one_is_refused(ask: tuple[str, ...], tmp_path: Path) -> None:
     folder = _recorded(tmp_path / "run", _on(CLUSTER))
@@ -79,6 +80,7 @@ def test_the_record_says_the_cluster_and_another_one_is_refused(ask: tuple[str, 
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("ask", ASKS, ids=lambda ask: ask[0])
 def test_other_figures_of_the_same_machines_are_used_and_told(ask: tuple[str, ...], tmp_path: Path) -> None:
     folder = _recorded(tmp_path / "run", _on(CLUSTER))
@@ -93,6 +95,7 @@ def test_other_figures_of_the_same_machines_are_used_and_told(ask: tuple[str, ..
     assert mine.json["predicted_s"] == found.json["predicted_s"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("ask", ASKS, ids=lambda ask: ask[0])
 def test_records_that_do_not_say_are_read_as_before(ask: tuple[str, ...], tmp_path: Path) -> None:
     folder = _recorded(tmp_path / "run", {})

@@ -146,7 +146,7 @@ def _drawn_constraints() -> st.SearchStrategy[dict[str, Any]]:
     return chosen.flatmap(lambda names: st.fixed_dictionaries({name: keys[name] for name in names}))
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=_drawn_constraints(), spec=st.sampled_from(["cpu-gloo:1x4", "h100-sxm:1x4"]))
 def test_plans_for_what_runs_hold_nothing_that_is_refused(
     asked: Mapping[str, Any], spec: str, tmp_path: Path

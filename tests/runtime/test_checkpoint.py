@@ -108,6 +108,7 @@ def changing(rank: int, world_size: int, name: str, cases: dict[str, Case], fold
     return losses
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("ranks", "name"), [(2, "mlp"), (4, "gpt2")])
 def test_a_run_goes_on_under_other_strategies(gloo: Processes, tmp_path: Path, ranks: int, name: str) -> None:
     cases = ON_TWO if ranks == 2 else ON_FOUR

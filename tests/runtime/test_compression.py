@@ -224,6 +224,7 @@ def exact(gloo: Processes) -> float:
     return loss
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("method", "zero", "weights"), [("int4", 3, "none"), ("topk:0.1", 0, "none"), ("none", 3, "int8")]
 )

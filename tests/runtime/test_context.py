@@ -71,6 +71,7 @@ def _check(gloo: Processes, ranks: int, name: str, dtype: str, options: dict[str
     assert found.gradient <= limit, found
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("name", "dtype", "options"), ON_TWO)
 def test_two_shares_of_the_sequence_give_the_gradients_of_one_process(
     gloo: Processes, name: str, dtype: str, options: dict[str, Any]
@@ -78,6 +79,7 @@ def test_two_shares_of_the_sequence_give_the_gradients_of_one_process(
     _check(gloo, 2, name, dtype, {"cp": 2, **options})
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("name", "dtype", "options"), ON_FOUR)
 def test_shares_beside_other_axes_give_the_gradients_of_one_process(
     gloo: Processes, name: str, dtype: str, options: dict[str, Any]
@@ -85,6 +87,7 @@ def test_shares_beside_other_axes_give_the_gradients_of_one_process(
     _check(gloo, 4, name, dtype, options)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("name", "dtype", "pipeline", "options"), IN_HALVES)
 def test_split_backwards_of_shares_give_the_gradients_of_one_process(
     gloo: Processes, name: str, dtype: str, pipeline: dict[str, Any], options: dict[str, Any]

@@ -186,6 +186,7 @@ def _loss(output: Any) -> Tensor:
     return output.loss if hasattr(output, "loss") else output.square().mean()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_chained_stages_compute_the_loss_and_gradients_and_hold_the_state_of_the_whole(name: str) -> None:
     module, inputs, paths = _make(name)

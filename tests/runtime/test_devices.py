@@ -73,6 +73,7 @@ def worst_of(rank: int, world_size: int, cases: dict[str, Any]) -> dict[str, flo
     return found
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.distributed
 @pytest.mark.parametrize("first", range(LAUNCHES))
 def test_steps_make_nothing_elsewhere_than_on_the_models_device(gloo: Processes, first: int) -> None:

@@ -103,6 +103,7 @@ def _on_meta(name: str) -> tuple[Example, torch.nn.Module]:
     return example, example.module
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
 def test_what_a_dry_run_holds_and_sends_is_what_is_predicted(strategy: Strategy) -> None:
     expander, strategy = _planned("llama_with_labels", strategy)
@@ -310,6 +311,7 @@ def test_parameters_without_gradients_are_lowered_as_any() -> None:
     assert stage.gradient_bytes == 4 * 5 * (4 * 4 + 4)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("per_stage", [(), (1, 1, 0, 0, 0, 0, 0, 0)], ids=["alike", "two recompute"])
 def test_stages_that_are_alike_are_run_once_and_hold_and_send_what_each_would(
     tmp_path: Path, per_stage: tuple[int, ...]

@@ -129,6 +129,7 @@ UNITS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("name", "strategy"), UNITS.values(), ids=UNITS.keys())
 def test_units_of_fsdp2_hold_what_is_predicted(name: str, strategy: Strategy) -> None:
     sizes = {
@@ -168,6 +169,7 @@ HALVES_OF_BACKWARDS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("name", "strategy"), HALVES_OF_BACKWARDS.values(), ids=HALVES_OF_BACKWARDS.keys())
 def test_backwards_in_two_halves_hold_and_send_what_is_predicted(name: str, strategy: Strategy) -> None:
     sizes = MIXTRAL if name == "mixtral-8x7b" else {**LLAMA, "vocab_size": 8192}
@@ -288,6 +290,7 @@ WHOLE_KEYS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("name", "mesh", "recompute"), WHOLE_KEYS.values(), ids=WHOLE_KEYS.keys())
 def test_attention_of_shares_keeps_whole_keys_and_values_and_no_mask(
     name: str, mesh: Mesh, recompute: Recompute
@@ -314,6 +317,7 @@ SERVED = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("name", "mesh", "pipeline", "execution"), SERVED.values(), ids=SERVED.keys())
 def test_what_reductions_by_way_of_servers_receive_stands_beside_gradients(
     name: str, mesh: Mesh, pipeline: Pipeline, execution: Execution

@@ -89,6 +89,7 @@ def executed(rank: int, world_size: int, strategy: Strategy, program: Program) -
     }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
 def test_a_run_sends_what_its_program_says_in_its_order(gloo: Processes, strategy: Strategy) -> None:
     expander, strategy = _planned(MODEL, strategy)

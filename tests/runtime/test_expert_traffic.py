@@ -74,6 +74,7 @@ def test_a_step_sends_the_rows_and_the_experts_that_are_priced(gloo: Processes) 
             assert _bytes(found, EXPERT_SHARD, op) == _bytes(priced, EXPERT_SHARD, op), (op, found)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mesh", [STRATEGY.mesh, OVER_TP])
 def test_a_dry_run_shares_experts_and_sends_rows_as_priced(mesh: Mesh) -> None:
     expander, strategy, layers = _planned(replace(STRATEGY, mesh=mesh, execution=BF16))

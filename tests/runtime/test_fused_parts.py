@@ -93,6 +93,7 @@ def _compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> 
     return compare(rank, world_size, name, options, "float64")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("ranks", "options"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("name", ["fused", "fused_by_view", "fused_by_slice"])
 def test_fused_projections_give_the_gradients_of_one(

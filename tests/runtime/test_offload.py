@@ -47,6 +47,7 @@ def test_a_split_backward_finds_what_is_on_the_host(gloo: Processes) -> None:
     assert max(found.loss, found.gradient) <= TOLERANCE[torch.float64], found
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
 def test_what_moves_is_what_is_priced(name: str, recompute: str) -> None:

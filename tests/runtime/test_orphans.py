@@ -37,6 +37,7 @@ def test_a_process_whose_agent_goes_while_it_starts_goes_too(tmp_path: Path) -> 
     _until(lambda: not _runs(worker))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("ends", "words"),

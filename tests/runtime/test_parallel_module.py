@@ -135,6 +135,7 @@ def _clip(rank: int, world_size: int, options: dict[str, Any]) -> tuple[float, f
     return norm.item(), expected.item(), difference
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "options",
     [

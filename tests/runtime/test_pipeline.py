@@ -108,11 +108,13 @@ def _check(gloo: Processes, ranks: int, case: Case) -> None:
     assert found.state <= limit, found
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("case", ON_TWO.values(), ids=ON_TWO.keys())
 def test_two_stages_give_the_gradients_of_one_process(gloo: Processes, case: Case) -> None:
     _check(gloo, 2, case)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("case", ON_FOUR.values(), ids=ON_FOUR.keys())
 def test_pipelines_with_other_axes_give_the_gradients_of_one_process(gloo: Processes, case: Case) -> None:
     _check(gloo, 4, case)

@@ -132,6 +132,7 @@ def kinds(rank: int, world_size: int, name: str, strategy: Strategy) -> list[boo
     return [plain is not None for plain in lowered.plain.found.values()]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "sequence_parallel", "recompute", "plain"),
     [

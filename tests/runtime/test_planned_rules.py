@@ -65,6 +65,7 @@ CASES += [
 ]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("tp", "model", "sequence_parallel", "memory_price"), CASES)
 def test_planned_rules_give_the_gradients_of_one_process(
     gloo: Processes, tp: int, model: str, sequence_parallel: bool, memory_price: float | None

@@ -116,6 +116,7 @@ def drawn(name: str, devices: int, count: int, asked: Mapping[str, object] | Non
     return found
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("devices", SAMPLES)
 @pytest.mark.parametrize("model", MODELS)
 def test_strategies_of_the_space_give_the_gradients_of_one_process(
@@ -125,6 +126,7 @@ def test_strategies_of_the_space_give_the_gradients_of_one_process(
         _compare(gloo, model, strategy)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("model", "schedule"), zip(MODELS, itertools.cycle(SPLIT_BACKWARD), strict=False))
 def test_schedules_that_are_asked_for_are_planned_as_they_can_run(
     gloo: Processes, model: str, schedule: str
@@ -134,6 +136,7 @@ def test_schedules_that_are_asked_for_are_planned_as_they_can_run(
     _compare(gloo, model, strategy)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [("mixtral", {"ep": 1, "tp": 2}), ("mixtral", {"ep": 2, "pp": 2, "dp_shard": 2}), ("deepseek", {"ep": 2, "tp": 2})],

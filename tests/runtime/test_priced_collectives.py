@@ -79,6 +79,7 @@ def _priced(name: str, sequence_parallel: bool, **mesh: int) -> tuple[Strategy, 
     return strategy, counts
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"),
     [

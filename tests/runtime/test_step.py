@@ -50,6 +50,7 @@ def _check(gloo: Processes, ranks: int, model: str, options: dict[str, Any], dty
     assert found.gradient <= limit, found
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("options", ON_TWO.values(), ids=ON_TWO.keys())
 def test_two_ranks_give_the_gradients_of_one(gloo: Processes, model: str, options: dict[str, Any]) -> None:
@@ -90,6 +91,7 @@ def test_unfused_attention_is_recomputed_unfused(gloo: Processes, recompute: str
     _check(gloo, 2, "llama", {"tp": 2, "attention": "unfused", "recompute": recompute}, "float32")
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("model", ["llama", "gpt2"])  # every model: the strategies that are drawn
 @pytest.mark.parametrize("options", ON_FOUR.values(), ids=ON_FOUR.keys())
 def test_four_ranks_give_the_gradients_of_one(gloo: Processes, model: str, options: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ def told(result: PlanResult) -> str:
     return "\n".join(f"{a.kind}: {a.step_time_s} {a.proved} {a.reason}" for a in result.alternatives)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("kind", "constraints"),
     [

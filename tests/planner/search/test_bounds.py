@@ -145,6 +145,7 @@ def random_partition(rng: random.Random, outer: Outer, chosen: Candidate) -> Par
     return Partition(blocks=divided, recomputed=tuple(rng.randint(0, n) if free else 0 for n in divided))
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES)
 def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str) -> None:
     outer, rng = outer_for(cluster, scale, kernels), random.Random(scale)
@@ -191,6 +192,7 @@ def test_what_communication_hides_leaves_room_for_no_fewer_blocks(share: float) 
         bounds.hides_s = hides_s
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES[::2])
 def test_an_anchor_says_no_more_of_a_setting_than_its_own_price(
     cluster: str, scale: int, kernels: str
@@ -209,6 +211,7 @@ def test_an_anchor_says_no_more_of_a_setting_than_its_own_price(
     assert np.isinf(prices.rows[np.isinf(before[:, 0]), 0]).all()  # what an anchor rules out is out
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES)
 def test_no_family_is_bounded_above_one_of_its_variants(cluster: str, scale: int, kernels: str) -> None:
     outer = outer_for(cluster, scale, kernels)

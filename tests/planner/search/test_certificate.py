@@ -106,6 +106,7 @@ def test_only_methods_that_are_allowed_are_chosen() -> None:
         replace(problem, lossy=("int3",))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("batch", [8, 32])
 def test_what_is_chosen_within_a_share_of_the_optimum_is_no_less_simple(batch: int) -> None:
     problem = replace(PROBLEM, global_batch=batch)

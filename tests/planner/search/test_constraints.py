@@ -31,6 +31,7 @@ def unconstrained(objective: Objective) -> PlanResult:
     return plan(replace(FREE, objective=objective))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("objective", "key", "value"),
     [
@@ -75,6 +76,7 @@ def test_the_plan_is_the_same_with_an_explanation() -> None:
     assert plan(FREE, explain=True, rivals=True).strategy == unconstrained(Objective.TIME).strategy
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("work", [1.0, 5.0, 11.0, 400.0])
 def test_what_a_constraint_costs_at_most_counts_further_points_of_tensor_plans(work: float) -> None:
     """Also where the search without it stops before its end: here another tensor plan is the best one."""

@@ -69,6 +69,7 @@ def test_one_byte_more_than_the_smallest_fits_and_half_does_not() -> None:
     infeasible(problem_of(peak * 0.5))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("fixed", [{}, {"offload__optimizer": 1.0}, {"shard__zero": 0}])
 def test_no_strategy_holds_less_than_the_state_of_the_model(fixed: dict[str, object]) -> None:
     held = smallest(**fixed)

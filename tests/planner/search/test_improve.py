@@ -37,6 +37,7 @@ def one_block_moved(strategy: Strategy) -> Iterator[Strategy]:
                 yield replace(strategy, pipeline=replace(strategy.pipeline, stage_blocks=tuple(moved)))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("cluster", "batch"), [("v100-sxm2-16gb:4x4", 16), ("rtx4090:4x4", 16), ("a100-pcie-80gb:8x2", 16)]
 )
@@ -65,6 +66,7 @@ def one_key_changed(strategy: Strategy) -> Iterator[Strategy]:
             yield replace(strategy, batch=replace(batch, micro=micro))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("cluster", ["v100-sxm2-16gb:4x4", "a100-pcie-80gb:8x2"])
 def test_no_key_changed_is_better(cluster: str) -> None:
     execution = Execution(dtype="fp16", param_dtype="fp16")

@@ -67,6 +67,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: f"{case.graph.name} {case.execution.stack} {case.constraints}"
 )

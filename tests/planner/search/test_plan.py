@@ -50,7 +50,7 @@ def on_hosts(problem: Problem) -> float:
     return float(smallest(replace(problem, cluster=roomy, constraints=away)).host_bytes)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     graph=st.integers(0, 3), cluster=st.sampled_from([0, 0, 1, 1, 3]), batch=st.sampled_from([2, 4]),
     objective=st.sampled_from(list(Objective)), room=st.sampled_from([1.0, 1.02, 1.3, 100.0]),
@@ -112,6 +112,7 @@ def unconstrained() -> PlanResult:
     return plan(small_problem(1, 2, 8))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("constraints", FIXED, ids=lambda c: ", ".join(c))
 def test_what_the_user_fixes_stays_fixed(constraints: dict[str, object]) -> None:
     problem = small_problem(1, 2, 8, constraints=constraints)

@@ -26,6 +26,7 @@ def recommender(rows: int) -> ModelGraph:
     return capture(loaded.module, loaded.example_inputs, name=loaded.name)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rows", [1_000_000, 60_000_000])
 def test_tables_are_sharded_where_replicas_are_slower_or_do_not_fit(rows: int) -> None:
     graph = recommender(rows)

@@ -182,6 +182,7 @@ CONSTRAINED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("constraints", "holds"), CONSTRAINED, ids=lambda c: ", ".join(c) if isinstance(c, dict) else ""
 )
