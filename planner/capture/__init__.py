@@ -9,7 +9,7 @@
 - `model_graph.py`: `capture`, which traces as little as can be proved to be enough: of equal repeated modules three
   (`fold.py`, by their `structure.py`); what a router chooses gets equal shares where code asks for
   it (`choices.py`); what cannot be traced is run once for real (`leaf.py`).
-- `step.py`: one training step, run by `tracer.py` on the meta device (`on_meta.py`, `trusting.py`, `meta_mode.py` with `values.py`, `uniform.py` and `indexing.py`; checks hold and logged numbers stay unknown: `guards.py`; nothing is compiled: `as_written.py`; no layer is left out by chance: `undropped.py`), torch's own
+- `step.py`: one training step, of the loss that `losses.py` finds, run by `tracer.py` on the meta device (`on_meta.py`, `trusting.py`, `meta_mode.py` with `values.py`, `uniform.py` and `indexing.py`; checks hold and logged numbers stay unknown: `guards.py`; nothing is compiled: `as_written.py`; no layer is left out by chance: `undropped.py`), torch's own
   Python functions opened (`opened.py`) and others such as attention kept whole (`whole.py`), recurrent layers step by step (`recurrent.py`), torch's multi-head attention with its heads apart (`heads.py`), checkpoints of the model's own code
   followed (`again.py`), `torch.vmap` kept as one call (`vmapped.py`), rounds of a loop counted (`rounds.py`), samples that are taken apart and joined left together (`pieces.py`), and written down by `writer.py` as a graph (`marks.py`: what torch has no name for).
 - `passes.py`: the passes from there to the `ModelGraph`, in order, each with its check (`check.py`): `samples.py` leaves one round of loops over samples, `alike.py` joins the

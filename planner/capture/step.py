@@ -14,6 +14,7 @@ from autoparallel.planner.capture.as_written import as_written
 from autoparallel.planner.capture.errors import ModelError, TraceError, UntraceableError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, forwards_replaced, positions_hidden
 from autoparallel.planner.capture.leaf import LeafError
+from autoparallel.planner.capture.losses import scalar_losses
 from autoparallel.planner.capture.nodes import Role
 from autoparallel.planner.capture.on_meta import left_as_it_was, noted_values, with_batch
 from autoparallel.planner.capture.pieces import without_unread_pieces
@@ -40,8 +41,8 @@ def trace_step(
 ) -> Step:
     """Trace a forward and backward pass, on `micro_batch` samples, of a module whose parameters are on the meta device.
 
-    The `example` inputs are keyword or positional arguments, which leaves (see `plan`) get with their numbers. A scalar
-    output that needs a gradient is the loss; without one all outputs that need a gradient are differentiated. The rounds of
+    The `example` inputs are keyword or positional arguments, which leaves (see `plan`) get with their numbers. The loss is
+    differentiated (`losses`), or all of several; without one all outputs that need a gradient. The rounds of
     a loop are counted once some were equal (`rounds`); where that does not work out, all are traced. Raises TraceError,
     FoldError.
     """
@@ -83,9 +84,9 @@ def _traced(
     outputs = [writer.node_of(t) for t in returned]
     wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
     differentiable = [t for t in returned if t.requires_grad]
-    loss = next((t for t in differentiable if t.numel() == 1), None)
-    if loss is not None:
-        differentiable = [loss]
+    losses = scalar_losses(result)
+    loss = next(iter(losses), None)
+    differentiable = losses or differentiable
     gradients = _run_backward(tracer, differentiable, wanted) if differentiable and wanted else {}
     end = writer.graph.output({"outputs": tuple(outputs), "gradients": gradients})
     end.meta |= {"micro_batch": micro_batch, "loss": None if loss is None else writer.node_of(loss)}

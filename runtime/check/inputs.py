@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autoparallel.planner.capture.losses import scalar_losses
+from autoparallel.planner.capture.trees import plain, tensors
 from autoparallel.runtime.tensor.questions import to_plain
 
 
@@ -31,10 +33,9 @@ def on_cpu(inputs: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The output's loss, or a stand-in for one: the sum of the means of its floating-point tensors."""
-    if isinstance(loss := getattr(output, "loss", None), Tensor):
-        return to_plain(loss)  # type: ignore[no-any-return]
-    if isinstance(output, Tensor) and output.numel() == 1:
-        return to_plain(output.reshape(()))  # type: ignore[no-any-return]
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    """The output's loss, or the sum of its losses, as capture sees them; a stand-in where it has none: the sum of the means of
+    its floating-point tensors."""
+    if losses := scalar_losses(output):
+        return sum((to_plain(loss).reshape(()) for loss in losses[1:]), to_plain(losses[0]).reshape(()))  # type: ignore[no-any-return]
+    leaves = [leaf for leaf in tensors(plain(output)) if leaf.is_floating_point()]
     return torch.stack([to_plain(leaf).float().mean() for leaf in leaves]).sum()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from autoparallel.errors import UserError
+from autoparallel.planner.capture.losses import named_loss, scalar_losses
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -100,16 +101,20 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in a module's output: the output itself, its `.loss`, or its item "loss"."""
-    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
-    if isinstance(loss, Tensor) and loss.numel() == 1:
+    """The loss in a module's output: the output itself, its `.loss`, its item "loss", or the one number in it that needs a
+    gradient. UserError where there is none, or where several could be it."""
+    loss, others = named_loss(output), []
+    if loss is None:
+        others = scalar_losses(output)
+        loss = others[0] if len(others) == 1 else None
+    if loss is not None:
         return loss.reshape(())
     shown = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    if others:
+        shown += f" with {len(others)} numbers that need gradients, any of which could be it"
     raise UserError(
-        f"step() without loss_fn needs a model whose output is a scalar loss or has `.loss`; it returned "
-        f"{shown}: pass loss_fn, or labels among the inputs"
+        f"step() without loss_fn needs a model whose output is a scalar loss, has `.loss` or an item 'loss', or holds one number "
+        f"that needs a gradient; it returned {shown}: pass loss_fn, or labels among the inputs"
     )
 
 

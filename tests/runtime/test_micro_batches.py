@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from autoparallel.errors import UserError
+from autoparallel.planner.capture.losses import scalar_losses
 from autoparallel.runtime.lowering.micro_batches import loss_of, scalar, shared_by_samples, split
 
 
@@ -23,6 +24,25 @@ def test_an_output_without_a_loss_asks_for_a_loss_function() -> None:
     assert loss_of({"loss": torch.tensor(1.0)}) == 1.0
     with pytest.raises(UserError, match=r"shape \(4,\): pass loss_fn"):
         loss_of(torch.ones(4))
+
+
+def test_the_loss_is_found_by_name_or_as_the_one_number_that_needs_a_gradient() -> None:
+    loss, other = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
+    logits, metric = torch.ones(4, requires_grad=True), torch.tensor(0.5)
+    for output in (
+        (logits, loss),
+        (loss, {"logits": logits, "accuracy": metric}),
+        {"metric": metric, "ce": loss},
+    ):
+        assert loss_of(output).data_ptr() == loss.data_ptr(), output
+        assert [t is loss for t in scalar_losses(output)] == [True], output
+    named = {"z": other, "accuracy": metric, "loss": loss}
+    assert [t is loss for t in scalar_losses(named)] == [True]
+    assert loss_of(named).data_ptr() == loss.data_ptr()
+    with pytest.raises(
+        UserError, match="2 numbers that need gradients, any of which could be it: pass loss_fn"
+    ):
+        loss_of((loss, other))
 
 
 def test_what_samples_share_in_the_example_goes_to_every_micro_batch_whole() -> None:
