@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_from_json, graph_hash
@@ -267,19 +268,29 @@ def _capture(spec: str, checked: Checked, say: Callable[[str], None]) -> ModelGr
     say("building it, and what it is fed")
     with in_the_models_words(spec):
         loaded = load_model(spec, model_args=checked.model_args, seq_len=checked.seq_len, seq_len_asked=asked)
-        if checked.request.runnable:
-            from autoparallel.runtime.lowering.parallel_module import check_members
-
-            check_members(loaded.module)
+        taken = _taken_members(loaded.module, refuse=checked.request.runnable)
         dtype = computed_in(checked.constraints)
         graph = capture(loaded.module, loaded.example_inputs, name=loaded.name, dtype=dtype, say=say)
     if asked and graph.tokens_per_sample == 1 != checked.seq_len:
         raise UserError(
             f"--seq-len {checked.seq_len}: a sample of {loaded.name} is one {sample_word(graph)}, not a sequence; leave it out"
         )
-    graph = replace(graph, warnings=(*loaded.warnings, *graph.warnings))
+    graph = replace(graph, warnings=(*loaded.warnings, *taken, *graph.warnings))
     gc.freeze()  # torch's million objects stay: the search need not look at them at every collection
     return graph
+
+
+def _taken_members(module: Any, *, refuse: bool) -> tuple[str, ...]:
+    """A warning where `auto_parallelize` and `dryrun` will refuse the module for names that they add; with `refuse` the UserError."""
+    from autoparallel.runtime.lowering.parallel_module import check_members
+
+    try:
+        check_members(module)
+    except UserError as error:
+        if refuse:
+            raise
+        return (f"{error}; until then this plan is priced, and not run",)
+    return ()
 
 
 def computed_in(constraints: Mapping[str, object]) -> str:

@@ -11,7 +11,7 @@
   it (`choices.py`); what cannot be traced is run once for real (`leaf.py`).
 - `step.py`: one training step, of the loss that `losses.py` finds, run by `tracer.py` on the meta device (`on_meta.py`, `trusting.py`, `meta_mode.py` with `values.py`, `uniform.py` and `indexing.py`; checks hold and logged numbers stay unknown: `guards.py`; nothing is compiled: `as_written.py`; no layer is left out by chance: `undropped.py`), torch's own
   Python functions opened (`opened.py`) and others such as attention kept whole (`whole.py`), recurrent layers step by step (`recurrent.py`), torch's multi-head attention with its heads apart (`heads.py`), checkpoints of the model's own code
-  followed (`again.py`), `torch.vmap` kept as one call (`vmapped.py`), rounds of a loop counted (`rounds.py`), samples that are taken apart and joined left together (`pieces.py`), and written down by `writer.py` as a graph (`marks.py`: what torch has no name for).
+  followed (`again.py`), `torch.vmap` kept as one call (`vmapped.py`), rounds of a loop counted (`rounds.py`), samples that are taken apart and joined left together (`pieces.py`), such that cannot be refused (`samples_first.py`), and written down by `writer.py` as a graph (`marks.py`: what torch has no name for).
 - `passes.py`: the passes from there to the `ModelGraph`, in order, each with its check (`check.py`): `samples.py` leaves one round of loops over samples, `alike.py` joins the
   graphs of several micro-batches, `gradients.py` finds the kernels that serve parameters alone, `links.py` the links of
   the chain, `saved.py` what autograd keeps, `repetition.py` which links are equal, `costs.py` what each call costs (`kernels.py`, `labels.py`, `fit.py`),

@@ -18,6 +18,7 @@ from autoparallel.planner.capture.losses import scalar_losses
 from autoparallel.planner.capture.nodes import Role
 from autoparallel.planner.capture.on_meta import left_as_it_was, noted_values, with_batch
 from autoparallel.planner.capture.pieces import without_unread_pieces
+from autoparallel.planner.capture.samples_first import check_bags
 from autoparallel.planner.capture.tracer import Tracer
 from autoparallel.planner.capture.trees import plain, tensors
 from autoparallel.planner.capture.trusting import trusting
@@ -44,7 +45,7 @@ def trace_step(
     The `example` inputs are keyword or positional arguments, which leaves (see `plan`) get with their numbers. The loss is
     differentiated (`losses`), or all of several; without one all outputs that need a gradient. The rounds of
     a loop are counted once some were equal (`rounds`); where that does not work out, all are traced. Raises TraceError,
-    FoldError.
+    FoldError, and ModelError for samples that do not stand along dim 0.
     """
     shares = micro_batch if plan.shares else None
     tracer = Tracer(module, counts_rounds=True, say=say, shares=shares)
@@ -91,6 +92,7 @@ def _traced(
     end = writer.graph.output({"outputs": tuple(outputs), "gradients": gradients})
     end.meta |= {"micro_batch": micro_batch, "loss": None if loss is None else writer.node_of(loss)}
     end.meta |= {"differentiates": tracer.differentiates, "casts": tracer.casts}
+    check_bags(writer.graph)
     without_unread_pieces(writer.graph)
     tracer.meta_mode.forget()
     return Step(writer.graph, writer.constants)

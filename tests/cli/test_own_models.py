@@ -121,4 +121,25 @@ def test_members_that_a_parallel_model_has_are_refused_before_a_plan_that_is_to_
     refused(
         *asked, "--runnable", words=["Counted already has step", "rename it, or put the model into a module"]
     )
-    assert run(*asked).status == 0
+    planned = run(*asked)
+    assert planned.status == 0
+    assert "warning: Counted already has step" in planned.err
+
+
+def test_flat_indices_with_offsets_are_refused_where_they_are_inputs(tmp_path: Path) -> None:
+    path = tmp_path / "bags.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n\nclass Bags(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.bag, self.head = nn.EmbeddingBag(100, 8), nn.Linear(8, 2)\n\n"
+        "    def forward(self, words, offsets=None):\n        return self.head(self.bag(words, offsets))\n\n"
+        "def flat():\n    return Bags(), (torch.zeros(20, dtype=torch.long), torch.arange(0, 20, 5))\n\n"
+        "def rows():\n    return Bags(), (torch.zeros(4, 5, dtype=torch.long),)\n"
+    )
+    words = [
+        "bag: an EmbeddingBag",
+        "the input offsets",
+        "do not stand along dim 0",
+        "(samples, indices of a sample)",
+    ]
+    refused("plan", f"{path}:flat", "--cluster", "h100-sxm:1x2", words=words)
+    assert run("plan", f"{path}:rows", "--cluster", "h100-sxm:1x2", "--set", "mesh.dp_shard=2").status == 0
