@@ -93,7 +93,7 @@ def parallelize(
     )  # fmt: skip
     optimizers = Optimizers(
         strategy=strategy, device=mesh.device, named=partial(module.named_parameters, remove_duplicate=False),
-        owed=(lowered.sync.owed,), tables=tables, local=local_updates(strategy, mesh, module.parameters()),
+        owed=lowered.sync.owed, tables=tables, local=local_updates(strategy, mesh, module.parameters()),
     )  # fmt: skip
     run = Run(
         strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program, optimizers=optimizers,

@@ -6,7 +6,7 @@ in the buffer, which is another share on every peer: the copies would drift apar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,18 @@ class ReplicatedGradients:
     @torch.no_grad()
     def agree(self) -> None:
         """Make every gradient the mean of what the peers have. Collective over tp."""
+        self._average([local(p.grad) for p in self._parameters if p.grad is not None])
+
+    @torch.no_grad()
+    def mean(self, owed: Mapping[nn.Parameter, Tensor]) -> None:
+        """Make what is owed of every such parameter the mean of what the peers owe, in place: it is all that they will have
+        sent, since their gradients are averaged. Collective over tp."""
+        self._average([owed[p] for p in self._parameters if p in owed])
+
+    def _average(self, every: Iterable[Tensor]) -> None:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+        for part in every:
+            by_dtype.setdefault(part.dtype, []).append(part)
         for parts in by_dtype.values():
             flat = torch.cat([part.reshape(-1) for part in parts])
             dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=self._group)

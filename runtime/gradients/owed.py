@@ -2,33 +2,50 @@
 strategy.
 
 Every rank keeps what it has not sent. Together that is a gradient still to come: its mean over the ranks, of which each
-rank holds its share, is what is saved. Loaded, it is added to the next step's gradients before they are encoded, so that
+rank holds its share, is what is saved; where peers of tp all hold a parameter whole, each of which has sent its own
+gradient, the mean over these, too. Loaded, it is added to the next step's gradients before they are encoded, so that
 nothing is lost however many ranks there are then, and whatever their method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from autoparallel.runtime.fsdp_private import unit_shards
+from autoparallel.runtime.gradients.agreement import ReplicatedGradients
 from autoparallel.runtime.gradients.replicated import GradientSync
 from autoparallel.runtime.gradients.sharded import UnitScatter
 from autoparallel.runtime.tensor.questions import local
 
 
+class Owed(Protocol):
+    """What all reductions of a rank owe."""
+
+    def gather(self) -> dict[nn.Parameter, Tensor]:
+        """By parameter, this rank's share; collective over all ranks that hold the module."""
+
+    def give(self, owed: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add to the next step's gradients what was owed, and forget what is owed now."""
+
+
 class OwedGradients:
-    """Gathers and gives back what reductions owe."""
+    """Gathers and gives back what the reductions of one module owe."""
 
     def __init__(self) -> None:
+        self._replicated: ReplicatedGradients | None = None
         self._syncs: Sequence[GradientSync] = ()
         self._scatters: Mapping[FSDPModule, UnitScatter] = {}
 
-    def follow(self, syncs: Sequence[GradientSync], scatters: Mapping[FSDPModule, UnitScatter]) -> None:
-        """From now on these are what reduces."""
-        self._syncs, self._scatters = syncs, scatters
+    def follow(
+        self, syncs: Sequence[GradientSync], scatters: Mapping[FSDPModule, UnitScatter],
+        replicated: ReplicatedGradients | None,
+    ) -> None:  # fmt: skip
+        """From now on these are what reduces, and what makes copies over tp equal."""
+        self._syncs, self._scatters, self._replicated = syncs, scatters, replicated
 
     def gather(self) -> dict[nn.Parameter, Tensor]:
         """By parameter, this rank's share; of those for which error feedback is kept, or something was given. Collective over all ranks that
@@ -42,6 +59,10 @@ class OwedGradients:
         for sync in self._syncs:
             for parameter, part in sync.owed().items():
                 found[parameter] = found[parameter] + part if parameter in found else part
+        for sync in self._syncs:
+            sync.average_copies(found)
+        if self._replicated is not None:
+            self._replicated.mean(found)
         return found
 
     def give(self, owed: Mapping[nn.Parameter, Tensor]) -> None:

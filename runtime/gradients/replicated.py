@@ -107,8 +107,15 @@ class GradientSync:
             for parameter, part, share in zip(bucket.parameters, parts, shares, strict=True):
                 found[parameter] = _shaped(share, part)
         for parameter, given in self._given.items():
-            found[parameter] = found[parameter] + given if parameter in found else given
+            found[parameter] = found[parameter] + given if parameter in found else given.clone()
         return found
+
+    def average_copies(self, owed: Mapping[nn.Parameter, Tensor]) -> None:
+        """Make what is owed of every parameter that FSDP2 leaves alone the mean over the ranks that shard, as its gradient
+        becomes, in place. Collective over them."""
+        for parameter in self._copied:
+            if parameter in owed:
+                self._average(owed[parameter])
 
     def mean(self, owed: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """The mean over the replicas of what each of them owes. Collective over them."""
@@ -167,12 +174,16 @@ class GradientSync:
         for parameter, given in self._given.items():  # where nothing reduces
             if parameter.grad is not None:
                 local(parameter.grad).add_(given.to(parameter.grad.dtype))
-        self._given.clear()
+        self._given = {p: given for p, given in self._given.items() if p.grad is None}
         for parameter in self._copied:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(local(parameter.grad), group=self._copied_group)
-            local(parameter.grad).div_(dist.get_world_size(self._copied_group))
+            self._average(local(parameter.grad))
+
+    def _average(self, part: Tensor) -> None:
+        """Make `part` the mean over the ranks that shard."""
+        dist.all_reduce(part, group=self._copied_group)
+        part.div_(dist.get_world_size(self._copied_group))
 
     def _fill(self, bucket: Bucket) -> None:
         """Put what `.grad` holds into the buffer and, where dtypes agree, `.grad` onto the buffer."""

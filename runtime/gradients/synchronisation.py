@@ -87,7 +87,8 @@ class Synchronisation:
         mesh = with_levels(self._mesh, strategy)
         self._syncs = self._gradient_syncs(strategy, mesh)
         self._replicated = replicated_gradients(self._module, strategy, mesh)
-        self.owed.follow(self._syncs, set_scatters(self._module, shard_wire(strategy, mesh), self._experts))
+        scatters = set_scatters(self._module, shard_wire(strategy, mesh), self._experts)
+        self.owed.follow(self._syncs, scatters, self._replicated)
         set_gathers(self._module, strategy.grad_sync.weights if strategy.shard.zero == 3 else "none")
 
     def _gradient_syncs(self, strategy: Strategy, mesh: RankMesh) -> list[GradientSync]:

@@ -29,7 +29,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.hosted import hosted as hosted_tensors
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.gradients.outer import LocalUpdates
-from autoparallel.runtime.gradients.owed import OwedGradients
+from autoparallel.runtime.gradients.owed import Owed
 from autoparallel.runtime.memory.host_copies import HostCopies, OffloadCount
 from autoparallel.runtime.memory.optimizer_state import (
     MASTER,
@@ -64,7 +64,7 @@ class Optimizers:
     strategy: Strategy
     device: torch.device
     named: Named
-    owed: Sequence[OwedGradients] = ()
+    owed: Owed | None = None  # what error feedback holds back of the gradients
     count: OffloadCount = field(default_factory=OffloadCount)
     local: LocalUpdates | None = None  # exchanges of replicas that train by themselves
     tables: WholeTables | None = None  # embedding tables in tiers: their rows move with a step
@@ -138,7 +138,7 @@ class ParallelOptimizer(Optimizer):
         """The state by the names of parameters, this rank's shares: what `load_state_dict` and
         `torch.distributed.checkpoint` load under any strategy."""
         self._begin()
-        return self._named_state({p: part for owed in self._home.owed for p, part in owed.gather().items()})
+        return self._named_state({} if self._home.owed is None else self._home.owed.gather())
 
     def state_to_load(self, saved: Collection[str]) -> dict[str, Any]:
         """What is to be read of a checkpoint that holds the names `saved`, for `load_state_dict`: all of `state_dict`, but of what
@@ -171,9 +171,8 @@ class ParallelOptimizer(Optimizer):
             tables.load_optimizer_state(self, state_dict)
         if self._home.local is not None:
             load_local_state(self._home.local, self, self._home.named(), state_dict)
-        residuals = named_residuals(self._home.named(), state_dict)
-        for owed in self._home.owed:
-            owed.give(residuals)
+        if self._home.owed is not None:
+            self._home.owed.give(named_residuals(self._home.named(), state_dict))
 
     def _update_all(self) -> None:
         away = hosted(self._parameters(), self._home.strategy.offload.optimizer)

@@ -49,7 +49,7 @@ from autoparallel.runtime.lowering.parallel_module import (
 from autoparallel.runtime.memory.optimizer import Optimizers, ParallelOptimizer
 from autoparallel.runtime.pipeline.executor import Hooks, PipelineRunner
 from autoparallel.runtime.pipeline.groups import pipeline_group
-from autoparallel.runtime.pipeline.ties import TiedGradients, separate_ties
+from autoparallel.runtime.pipeline.ties import OwedOfStages, TiedGradients, separate_ties
 from autoparallel.runtime.ranks.mesh import RankMesh
 from autoparallel.runtime.ranks.progress import Progress, silent
 from autoparallel.runtime.stages.cut import StageModule, cut, release
@@ -194,16 +194,16 @@ class PipelineModule(nn.Module):
         self._lowered = {s.stage_cut.index: low for s, low in zip(stages, lowered, strict=True)}
         self._strategy, self._mesh, self._dtypes, self._program = strategy, mesh, dtypes, program
         self._names, self._shared, self._progress, self._sequences = aliases, shared, progress, sequences
+        self._ties = TiedGradients(stages, mesh)
         self._optimizers = Optimizers(
             strategy=strategy,
             device=mesh.device,
             named=partial(self.named_parameters, remove_duplicate=False),
-            owed=[low.sync.owed for low in lowered],
+            owed=OwedOfStages([low.sync.owed for low in lowered], self._ties),
             local=local_updates(strategy, mesh, all_parameters(self.named_parameters())),
         )
         down = pipeline_group(mesh, range(mesh.sizes.pp), "pp_back")
         assert down is not None, "every rank is on a pipeline"
-        self._ties = TiedGradients(stages, mesh)
         self._runner = PipelineRunner(
             self._by_index,
             rows,

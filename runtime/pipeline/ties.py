@@ -5,7 +5,7 @@ The copies start equal and get the same gradient, so that any optimizer keeps th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autoparallel.runtime.gradients.owed import OwedGradients
 from autoparallel.runtime.loading.materialise import share_of
 from autoparallel.runtime.pipeline.groups import pipeline_group
 from autoparallel.runtime.ranks.mesh import RankMesh
@@ -85,6 +86,14 @@ class _Copies:
             work.wait()
         return own + other
 
+    def any_has(self, here: bool) -> bool:
+        """Whether any of the ranks says so. Collective over `group`."""
+        if self.group is None:
+            return here
+        flag = torch.tensor(int(here), device=local(self.parameters[0]).device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        return bool(flag.item())
+
     @torch.no_grad()
     def equalise(self) -> None:
         """Give every copy the values of the first."""
@@ -146,6 +155,45 @@ class TiedGradients:
                 parameter.grad = copies.laid_out(total.clone(), parameter)
                 if parameter in self._before:
                     parameter.grad += self._before[parameter]
+
+    @torch.no_grad()
+    def add_up(self, owed: dict[nn.Parameter, Tensor]) -> None:
+        """As `reduce`, of what error feedback owes by parameter, this rank's share: every copy then has what all owe."""
+        for copies in self._copies:
+            if not copies.any_has(any(parameter in owed for parameter in copies.parameters)):
+                continue
+            parts = [
+                _like(owed[p] if p in owed else torch.zeros_like(local(p.detach())), p)
+                for p in copies.parameters
+            ]
+            total = copies.summed(torch.stack([copies.comparable(part) for part in parts]).sum(dim=0))
+            for parameter in copies.parameters:
+                owed[parameter] = local(copies.laid_out(total.clone(), parameter))
+
+
+class OwedOfStages:
+    """What the reductions of all of this rank's stages owe. Each copy of a tied parameter has gradients of its own: what they owe
+    together is saved under all names of the parameter, and the first copy alone takes it back."""
+
+    def __init__(self, stages: Sequence[OwedGradients], ties: TiedGradients) -> None:
+        self._stages, self._ties = stages, ties
+
+    def gather(self) -> dict[nn.Parameter, Tensor]:
+        """By parameter, this rank's share; collective over all ranks of the pipeline."""
+        found = {p: part for owed in self._stages for p, part in owed.gather().items()}
+        self._ties.add_up(found)
+        return found
+
+    def give(self, owed: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add to the next step's gradients what was owed, and forget what is owed now."""
+        counted = {p: part for p, part in owed.items() if not self._ties.is_copy(p)}
+        for stage in self._stages:
+            stage.give(counted)
+
+
+def _like(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """`part`, or the DTensor of which it is this rank's part where the parameter is one."""
+    return dtensor_like(part, parameter) if isinstance(parameter, DTensor) else part
 
 
 def _homes(mine: list[int], group: dist.ProcessGroup) -> dict[int, int]:

@@ -64,6 +64,24 @@ RUNS = {
 }
 
 
+# Of four processes, and of a weight that the first and the last pipeline stage have, and vectors that tp keeps whole.
+COPIES = "[mesh]\npp = {}\ntp = {}\ndp_replicate = {}\ndp_shard = {}\n[shard]\nzero = {}\nsequence_parallel = false\n"
+PIPELINE, TENSORS = COPIES.format(2, 1, 2, 1, 0), COPIES.format(1, 2, 2, 1, 0)
+COPIED_RUNS = {
+    "plain": [(COPIES.format(1, 1, 4, 1, 0), 6)],
+    "tied across stages, then on one rank, then again": [
+        (PIPELINE + LOSSY, 2),
+        (COPIES.format(1, 1, 4, 1, 0) + LOSSY, 4),
+        (PIPELINE, 6),
+    ],
+    "kept whole by tp, then by shards in stages": [
+        (TENSORS + LOSSY.replace("topk:0.1", "sign"), 2),  # whose scale is each peer's own
+        (COPIES.format(2, 1, 1, 2, 3) + LOSSY, 4),
+        (COPIES.format(1, 2, 1, 2, 2), 6),
+    ],
+}
+
+
 class Sums(nn.Module):
     """Its gradients are those of its inputs, whatever its parameters are: steps of SGD add them up."""
 
@@ -73,6 +91,37 @@ class Sums(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = sum((layer(x) for layer in self.layers), torch.zeros(()))
+        return (found * torch.linspace(0.5, 2.0, 16, dtype=x.dtype)).mean()
+
+
+class Added(nn.Module):
+    """A block of `Chain`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, both: Tensor) -> Tensor:
+        x, found = both.chunk(2, dim=-1)
+        return torch.cat([x, found + self.linear(x) + 0.1 * x * self.scale], dim=-1)
+
+
+class Chain(nn.Module):
+    """As `Sums`, in blocks, with a weight in front of them that is another's behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+        self.last.weight = self.first.weight
+        self.layers = nn.ModuleList(Added() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([x, self.first(x)], dim=-1)
+        for layer in self.layers:
+            both = layer(both)
+        x, found = both.chunk(2, dim=-1)
+        found = found + self.last(x.square())
         return (found * torch.linspace(0.5, 2.0, 16, dtype=x.dtype)).mean()
 
 
@@ -104,7 +153,8 @@ class Once(Quiet):
 
 def cases(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Tensor]]:
     found = {}
-    for name, starts in RUNS.items():
+    kind, runs = (Sums, RUNS) if world_size == 2 else (Chain, COPIED_RUNS)
+    for name, starts in runs.items():
         path = Path(folder) / name.replace(" ", "-")
         for number, (text, end) in enumerate(starts):
             file = path / f"{number}.toml"
@@ -114,8 +164,8 @@ def cases(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Tensor
             torch.distributed.barrier()
             torch.manual_seed(0)
             trainer = (Once if "rolled back" in name else Quiet)(
-                Sums().double(), optimizer=partial(torch.optim.SGD, lr=1.0), data=Numbers(), global_batch=8,
-                strategy=file, cluster="cpu-gloo:1x2", folder=path / "run", every=2,
+                kind().double(), optimizer=partial(torch.optim.SGD, lr=1.0), data=Numbers(), global_batch=8,
+                strategy=file, cluster=f"cpu-gloo:1x{world_size}", folder=path / "run", every=2,
                 guards=GuardOptions(not_a_number="roll-back"),
                 scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=9, gamma=0.0),
             )  # fmt: skip
@@ -136,3 +186,17 @@ def test_no_gradient_is_lost_or_counted_twice_where_a_run_goes_on_otherwise(
         for key, value in state.items():
             torch.testing.assert_close(value, plain[key], rtol=1e-9, atol=1e-9, msg=f"{name}: {key}")
     assert not torch.equal(found["plain"]["layers.0.weight"], found["plain, rolled back"]["layers.0.weight"])
+
+
+@pytest.mark.distributed
+def test_what_several_ranks_owe_of_one_parameter_arrives_once(gloo: Processes, tmp_path: Path) -> None:
+    found = gloo.run(4, cases, folder=str(tmp_path))[0]
+    for name, state in found.items():
+        for key, value in state.items():
+            torch.testing.assert_close(
+                value,
+                found["plain"][key],
+                rtol=1e-9,
+                atol=1e-9,
+                msg=lambda m, w=f"{name}: {key}": f"{w}: {m}",
+            )
