@@ -282,7 +282,7 @@ def _capture(spec: str, checked: Checked, say: Callable[[str], None]) -> ModelGr
 
 def _taken_members(module: Any, *, refuse: bool) -> tuple[str, ...]:
     """A warning where `auto_parallelize` and `dryrun` will refuse the module for names that they add; with `refuse` the UserError."""
-    from autoparallel.runtime.lowering.parallel_module import check_members
+    from autoparallel.runtime.lowering.members import check_members
 
     try:
         check_members(module)

@@ -29,8 +29,9 @@ from autoparallel.runtime.lowering.lower import (
     lower_module,
     module_dtypes,
 )
+from autoparallel.runtime.lowering.members import check_members
 from autoparallel.runtime.lowering.micro_batches import sequences_of, shared_by_samples
-from autoparallel.runtime.lowering.parallel_module import Run, check_members, make_parallel
+from autoparallel.runtime.lowering.parallel_module import Run, make_parallel
 from autoparallel.runtime.memory.offload import check_offload
 from autoparallel.runtime.memory.optimizer import Optimizers
 from autoparallel.runtime.memory.recompute import MODES

@@ -45,10 +45,6 @@ from autoparallel.runtime.servers.whole import WholeTables
 from autoparallel.runtime.tensor.questions import to_plain
 
 LossFn = Callable[[Any, Any], Tensor]
-_MEMBERS = (
-    "step", "optimizer", "synchronise_by", "data_parallel_rank", "data_parallel_size", "clip_grad_norm_", "full_state_dict",
-    "full_gradients", "strategy", "program", "tables",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,16 +217,6 @@ def make_parallel(module: nn.Module, run: Run) -> nn.Module:
     module.__class__ = type(f"Parallel{own.__name__}", (ParallelModule, own), {})
     object.__setattr__(module, "_run", run)
     return module
-
-
-def check_members(module: nn.Module) -> None:
-    """Refuse a module that has members of its own under the names that a ParallelModule gives meaning to."""
-    taken = [name for name in _MEMBERS if hasattr(module, name)]
-    if taken:
-        raise UserError(
-            f"{type(module).__name__} already has {', '.join(taken)}, which auto_parallelize adds: rename "
-            f"{'them' if len(taken) > 1 else 'it'}, or put the model into a module of its own that calls it"
-        )
 
 
 def clip_gradients(parameters: list[nn.Parameter], norm_squared: Tensor, max_norm: float) -> Tensor:
