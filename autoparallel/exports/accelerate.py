@@ -17,9 +17,14 @@ from autoparallel.exports.plan import (
     unsaid_dtype,
     unsaid_everywhere,
     unsaid_experts,
+    unsaid_held,
+    unsaid_kernels,
     unsaid_offload,
     unsaid_order,
+    unsaid_samples,
+    unsaid_script,
     unsaid_secondary,
+    unsaid_single,
 )
 from autoparallel.labels import recompute_label
 from autoparallel.planner.strategy.types import AXES, Strategy
@@ -104,9 +109,26 @@ def _unsaid(plan: Plan, *, sharded: bool) -> list[str]:
         f"your script (gradient_accumulation_steps={s.micro_batches})"
     )
     unsaid += unsaid_secondary(s)
+    unsaid += _unsaid_execution(s, sharded=sharded)
     if sharded and s.shard.zero < 3:
         unsaid.append(f"zero = {s.shard.zero}: FSDP2 without resharding after forward is its nearest")
     return unsaid + _unsaid_recompute(s, sharded=sharded)
+
+
+def _unsaid_execution(s: Strategy, *, sharded: bool) -> list[str]:
+    """Its FSDP reduces gradients in the dtype of mixed_precision; DDP in that of the parameters, which are float32."""
+    found = [*unsaid_samples(s), *unsaid_single(s), *unsaid_kernels(s)]
+    found += unsaid_script(s, "execution.optimizer", "execution.attention", "execution.dropout")
+    found += unsaid_script(s, "grad_sync.bucket_mib", "grad_sync.overlap")
+    found += unsaid_held(s, "fp32", master=True)
+    precision = base_dtype(s) if sharded and base_dtype(s) in ("bf16", "fp16") else "fp32"
+    if s.execution.grad_dtype != precision:
+        found.append(
+            f'execution.grad_dtype = "{s.execution.grad_dtype}": gradients are reduced in {precision}'
+        )
+    if s.mesh.tp > 1 and s.shard.sequence_parallel:
+        found.append("shard.sequence_parallel = true: set it in the model's own plan for tensor parallelism")
+    return found
 
 
 def _unsaid_recompute(s: Strategy, *, sharded: bool) -> list[str]:

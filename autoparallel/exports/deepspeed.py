@@ -18,8 +18,13 @@ from autoparallel.exports.plan import (
     unsaid_dtype,
     unsaid_everywhere,
     unsaid_experts,
+    unsaid_held,
+    unsaid_kernels,
     unsaid_offload,
     unsaid_order,
+    unsaid_samples,
+    unsaid_script,
+    unsaid_single,
 )
 from autoparallel.labels import recompute_label
 from autoparallel.planner.strategy.types import AXES, Strategy
@@ -45,6 +50,7 @@ def deepspeed(plan: Plan) -> Exported:
     offloads = bool(s.offload.optimizer and zero["stage"])
     unsaid = [*unsaid_everywhere(plan), *unsaid_order(s, AXES), *unsaid_dtype(s), *unsaid_experts(s)]
     unsaid += unsaid_offload(s, optimizer=offloads)
+    unsaid += _unsaid_execution(s)
     if s.mesh.dp_replicate > 1 and s.shard.zero:
         if s.shard.zero == 3:
             zero["mics_shard_size"] = s.mesh.dp_shard
@@ -82,6 +88,17 @@ def deepspeed(plan: Plan) -> Exported:
     note = {"from": plan.path, "not_said_here": unsaid}
     text = json.dumps({"_autoparallel": note, **config}, indent=2) + "\n"
     return Exported(text=text, unsaid=tuple(unsaid))
+
+
+def _unsaid_execution(s: Strategy) -> list[str]:
+    found = [*unsaid_samples(s), *unsaid_single(s), *unsaid_kernels(s)]
+    found += unsaid_script(s, "execution.optimizer", "execution.attention", "execution.dropout")
+    found += unsaid_held(s, _model_dtype(s), master=True)
+    if s.mesh.tp > 1 and s.shard.sequence_parallel:
+        found.append(
+            "shard.sequence_parallel = true: activations between sharded products are whole on every rank"
+        )
+    return found
 
 
 def _model_dtype(s: Strategy) -> str:

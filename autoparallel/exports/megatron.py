@@ -10,13 +10,17 @@ from autoparallel.errors import UserError
 from autoparallel.exports.plan import (
     Exported,
     Plan,
+    base_dtype,
     bucket_elements,
     header,
     recomputes_all,
     refuse_samples,
     unsaid_everywhere,
+    unsaid_held,
+    unsaid_kernels,
     unsaid_offload,
     unsaid_order,
+    unsaid_script,
     unsaid_secondary,
 )
 from autoparallel.planner.strategy.runs import runs
@@ -152,6 +156,13 @@ def _offload(s: Strategy) -> list[str]:
 def _unsaid(plan: Plan) -> list[str]:
     s = plan.strategy
     found = [*unsaid_everywhere(plan), *unsaid_offload(s, optimizer=bool(_offload(s))), *unsaid_secondary(s)]
+    found += unsaid_kernels(s, fused=True)
+    held = base_dtype(s) if base_dtype(s) in ("bf16", "fp16") else "fp32"
+    found += unsaid_held(s, held, master=True)
+    if s.execution.optimizer == "adam":
+        found.append('execution.optimizer = "adam": weights decay as AdamW\'s do')
+    if not any(flag.startswith("--ddp-bucket-size") for flag in _data_parallel(s)):
+        found += unsaid_script(s, "grad_sync.bucket_mib")
     full = s.recompute.per_stage
     if any(full) and not recomputes_all(s):
         if len(set(full)) > 1:

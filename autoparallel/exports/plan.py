@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from autoparallel.errors import UserError
 from autoparallel.labels import whole_matrices
@@ -13,7 +13,7 @@ from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strat
 from autoparallel.planner.strategy.machines import nodes_in_use
 from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.stacks import OWN_STACK
-from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.types import Execution, GradSync, Outer, RecoveryRule, Servers, Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.profiles.parts import devices_of_nodes, group_of_nodes
 from autoparallel.profiles.record import recorded_cluster
@@ -114,7 +114,11 @@ def plan_of(file: StrategyFile, pods: Pods = Pods()) -> Plan:
         )
     strategy = strategy_from_constraints(file.constraints, name=file.path)
     return Plan(
-        path=file.path, strategy=strategy, cluster=cluster, seq_len=file.problem.seq_len or 1, pods=pods
+        path=file.path,
+        strategy=strategy,
+        cluster=cluster,
+        seq_len=strategy.batch.seq_len or file.problem.seq_len or 1,
+        pods=pods,
     )
 
 
@@ -138,10 +142,80 @@ def unsaid_everywhere(plan: Plan) -> list[str]:
     if strategy.grad_sync.algorithm != "auto":
         found.append(f'grad_sync.algorithm = "{strategy.grad_sync.algorithm}" (NCCL chooses)')
     if strategy.embedding:
-        found.append("[[embedding]]: TorchRec shards tables over ranks; none of these does")
+        tables = "; ".join(f"{r.module}: {r.tier}, {r.hot_rows or 0} hot rows" for r in strategy.embedding)
+        found.append(f"[[embedding]] ({tables}): TorchRec shards tables over ranks; none of these does")
+    found += _unsaid_sections(strategy)
+    if strategy.mesh.per_node:
+        found.append(f"mesh.per_node = {strategy.mesh.per_node}: start so many processes on each node")
     if strategy.mesh.tp > 1 and (whole := whole_matrices(strategy)):
         found.append(f"[[tensor]]: matrices of {', '.join(whole)} are whole here, and sharded there")
     return found
+
+
+def _unsaid_sections(strategy: Strategy) -> list[str]:
+    """What is stated of local updates, of recovery, of servers and of later phases: no framework's file has these."""
+    found = []
+    for name, usual in (("outer", Outer()), ("recovery", RecoveryRule()), ("servers", Servers())):
+        section = getattr(strategy, name)
+        stated = [f.name for f in fields(usual) if getattr(section, f.name) != getattr(usual, f.name)]
+        found += [f"{name}.{key} = {_toml(getattr(section, key))}" for key in stated]
+    for phase in strategy.phases:
+        keys = ", ".join(f"{key} = {_toml(value)}" for key, value in phase.keys)
+        found.append(f"[[phase]] from step {phase.from_step}: {keys}")
+    return found
+
+
+def unsaid_script(strategy: Strategy, *keys: str) -> list[str]:
+    """Those of `keys` that are not at their defaults, for a framework whose script or model decides them."""
+    found = []
+    for key in keys:
+        usual = getattr(
+            {"execution": Execution(), "grad_sync": GradSync()}[key.split(".")[0]], key.split(".")[1]
+        )
+        value = getattr(getattr(strategy, key.split(".")[0]), key.split(".")[1])
+        if value != usual:
+            found.append(f"{key} = {_toml(value)}: see to it in the script or the model")
+    return found
+
+
+def unsaid_kernels(strategy: Strategy, *, compiles: bool = False, fused: bool = False) -> list[str]:
+    """Kernels that were priced and are not what the framework's file asks for: eager ones, unless it has a switch."""
+    kernels = strategy.execution.kernels
+    if kernels == ("fused" if fused else "eager") or (kernels == "compiled" and compiles):
+        return []
+    return [f'execution.kernels = "{kernels}": the framework runs with the kernels that it has']
+
+
+def unsaid_held(strategy: Strategy, held: str, *, master: bool) -> list[str]:
+    """Parameters held in another dtype than planned (`held`), or with a float32 copy where none was planned, or without."""
+    execution = strategy.execution
+    found = []
+    if execution.param_dtype != held:
+        found.append(
+            f'execution.param_dtype = "{execution.param_dtype}": {held} is what parameters are held in'
+        )
+    if execution.param_dtype != "fp32" and execution.master_weights != master:
+        there = "a float32 copy is kept there" if master else "no float32 copy is kept there"
+        found.append(f"execution.master_weights = {_toml(execution.master_weights)}: {there}")
+    return found
+
+
+def unsaid_single(strategy: Strategy) -> list[str]:
+    """float64 and TF32 products, for a framework that is told of 16 bits or none."""
+    dtype = strategy.execution.dtype
+    return [f'execution.dtype = "{dtype}": set it in the script'] if dtype in ("fp64", "tf32") else []
+
+
+def unsaid_samples(strategy: Strategy) -> list[str]:
+    """The length of sequences, for a framework that takes them as they come."""
+    length = strategy.batch.seq_len
+    return [f"batch.seq_len = {length}: your data decides it"] if length else []
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def unsaid_secondary(strategy: Strategy) -> list[str]:

@@ -15,8 +15,11 @@ from autoparallel.exports.plan import (
     recomputes_all,
     refuse_samples,
     unsaid_everywhere,
+    unsaid_held,
+    unsaid_kernels,
     unsaid_offload,
     unsaid_order,
+    unsaid_script,
     unsaid_secondary,
 )
 from autoparallel.planner.strategy.types import AXES, Strategy
@@ -111,13 +114,12 @@ _USAGE = """#
 
 def _training(plan: Plan) -> dict[str, str]:
     s = plan.strategy
-    half = s.execution.param_dtype == "bf16" and not s.execution.master_weights
     keys = {
         # Without a pipeline, torchtitan accumulates gradients over batches of local_batch_size.
         "local_batch_size": s.batch.micro * (s.micro_batches if s.mesh.pp > 1 else 1),
         "global_batch_size": s.batch.global_,
         "seq_len": plan.seq_len,
-        "dtype": "bfloat16" if half else "float32",
+        "dtype": "bfloat16" if _half(s) else "float32",
         "mixed_precision_param": _DTYPES.get(s.execution.dtype, "bfloat16"),
     }
     if s.offload.optimizer:
@@ -125,6 +127,11 @@ def _training(plan: Plan) -> dict[str, str]:
     if s.mesh.pp > 1 or s.mesh.ep > 1:
         keys["disable_cuda_graphs"] = True  # torchtitan refuses to capture them there
     return {f"training.{key}": repr(value) for key, value in keys.items()}
+
+
+def _half(s: Strategy) -> bool:
+    """Whether parameters are held in bfloat16, without a float32 copy."""
+    return s.execution.param_dtype == "bf16" and not s.execution.master_weights
 
 
 def _parallelism(s: Strategy) -> dict[str, str]:
@@ -166,6 +173,11 @@ def _unsaid(plan: Plan) -> list[str]:
             "gradients, too"
         )
     found += unsaid_secondary(s)
+    found += unsaid_script(s, "execution.optimizer", "execution.attention", "execution.dropout")
+    found += unsaid_script(s, "grad_sync.bucket_mib", "grad_sync.overlap")
+    found += unsaid_kernels(s, compiles=True)
+    if not _half(s):
+        found += unsaid_held(s, "fp32", master=True)
     if s.shard.zero in (1, 2) and s.mesh.dp_shard > 1:
         found.append(f"zero = {s.shard.zero}: FSDP2 without resharding after forward is its nearest")
     if s.recompute.mode == "operators" and not recomputes_all(s):
