@@ -51,16 +51,10 @@ def deepspeed(plan: Plan) -> Exported:
     unsaid = [*unsaid_everywhere(plan), *unsaid_order(s, AXES), *unsaid_dtype(s), *unsaid_experts(s)]
     unsaid += unsaid_offload(s, optimizer=offloads)
     unsaid += _unsaid_execution(s)
-    if s.mesh.dp_replicate > 1 and s.shard.zero:
-        if s.shard.zero == 3:
-            zero["mics_shard_size"] = s.mesh.dp_shard
-        else:
-            unsaid.append(f"dp_replicate = {s.mesh.dp_replicate}: state is sharded over all ranks instead")
-    if ranks := s.shard.secondary:
-        if s.mesh.dp_replicate == 1:
-            zero["zero_hpz_partition_size"] = ranks
-        else:
-            unsaid.append(f"shard.secondary = {ranks}: with mics_shard_size there is no second copy")
+    if s.mesh.dp_replicate > 1 and s.shard.zero:  # its mics_shard_size was removed in 0.19
+        unsaid.append(f"dp_replicate = {s.mesh.dp_replicate}: state is sharded over all ranks instead")
+    if s.shard.secondary:
+        zero["zero_hpz_partition_size"] = s.shard.secondary
     if offloads:
         zero["offload_optimizer"] = {"device": "cpu"}
         if zero["stage"] == 3:

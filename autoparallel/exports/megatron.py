@@ -14,6 +14,7 @@ from autoparallel.exports.plan import (
     bucket_elements,
     header,
     recomputes_all,
+    refuse_length,
     refuse_samples,
     unsaid_everywhere,
     unsaid_held,
@@ -50,6 +51,7 @@ def megatron(plan: Plan) -> Exported:
     models that read no sequences."""
     s = plan.strategy
     refuse_samples(plan, "Megatron-LM")
+    refuse_length(plan, "Megatron-LM")
     if s.mesh.pp > 1 and s.pipeline.schedule not in ("1f1b", "interleaved-1f1b"):
         raise UserError(
             f'{plan.path}: pipeline.schedule = "{s.pipeline.schedule}": Megatron-LM has 1f1b and interleaved-1f1b; '
@@ -105,8 +107,11 @@ def _pipeline(s: Strategy) -> list[str]:
 
 def _precision(s: Strategy) -> list[str]:
     flags = [*_PRECISIONS.get(s.execution.dtype, []), *_OPTIMIZERS.get(s.execution.optimizer, [])]
-    if s.execution.grad_dtype == "bf16":
+    base = base_dtype(s)
+    if base == "bf16" and s.execution.grad_dtype == "bf16":
         flags.append("--grad-reduce-in-bf16")
+    if base == "fp16" and s.execution.grad_dtype == "fp32":
+        flags.append("--accumulate-allreduce-grads-in-fp32")  # which bf16 does by itself
     attention = "unfused" if s.execution.attention == "unfused" else "flash"
     dropout = f"{s.execution.dropout:g}"  # Megatron-LM's own default is 0.1
     return [
@@ -145,8 +150,12 @@ def _data_parallel(s: Strategy) -> list[str]:
 
 
 def _offload(s: Strategy) -> list[str]:
-    """Its optimizer on the host needs the distributed one, which is the same where there is one replica."""
-    if not s.offload.optimizer or (s.shard.zero == 0 and s.mesh.data_parallel > 1):
+    """Its optimizer on the host is Adam, and needs the distributed one, which is the same where there is one replica."""
+    if (
+        not s.offload.optimizer
+        or s.execution.optimizer not in ("adamw", "adam")
+        or (s.shard.zero == 0 and s.mesh.data_parallel > 1)
+    ):
         return []
     alone = [] if s.shard.zero else ["--use-distributed-optimizer"]
     share = f"--optimizer-offload-fraction {s.offload.optimizer:g}"
@@ -159,6 +168,10 @@ def _unsaid(plan: Plan) -> list[str]:
     found += unsaid_kernels(s, fused=True)
     held = base_dtype(s) if base_dtype(s) in ("bf16", "fp16") else "fp32"
     found += unsaid_held(s, held, master=True)
+    if (grads := s.execution.grad_dtype) not in (held, "fp32"):
+        found.append(
+            f'execution.grad_dtype = "{grads}": {"fp16" if held == "fp16" else "fp32"} is what they are reduced in'
+        )
     if s.execution.optimizer == "adam":
         found.append('execution.optimizer = "adam": weights decay as AdamW\'s do')
     if not any(flag.startswith("--ddp-bucket-size") for flag in _data_parallel(s)):

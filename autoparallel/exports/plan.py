@@ -311,6 +311,18 @@ def refuse_samples(plan: Plan, framework: str) -> None:
         )
 
 
+def refuse_length(plan: Plan, framework: str) -> None:
+    """Raise UserError for sequences that a framework of DTensor's or Megatron's kind does not divide over ranks: it takes
+    two pieces for each rank of cp (which balances causal attention), and one for each of tp under sequence parallelism."""
+    mesh = plan.strategy.mesh
+    pieces = (2 * mesh.cp if mesh.cp > 1 else 1) * (mesh.tp if plan.strategy.shard.sequence_parallel else 1)
+    if plan.seq_len % pieces:
+        raise UserError(
+            f"{plan.path}: {framework} cuts sequences into {pieces} equal pieces under mesh.cp = {mesh.cp}, mesh.tp = "
+            f"{mesh.tp}, and seq_len = {plan.seq_len} has none; plan again with a multiple of {pieces} as --seq-len"
+        )
+
+
 def recomputed_layers(strategy: Strategy) -> tuple[int, ...]:
     """Repeated blocks that are recomputed in full, by their number in the model: the first ones of each chunk."""
     blocks = strategy.pipeline.stage_blocks

@@ -13,6 +13,7 @@ from autoparallel.exports.plan import (
     header,
     recomputed_layers,
     recomputes_all,
+    refuse_length,
     refuse_samples,
     unsaid_everywhere,
     unsaid_held,
@@ -45,6 +46,7 @@ def torchtitan(plan: Plan) -> Exported:
     """
     s = plan.strategy
     refuse_samples(plan, "torchtitan")
+    refuse_length(plan, "torchtitan")
     if s.mesh.pp > 1 and s.pipeline.schedule not in _SCHEDULES:
         raise UserError(
             f'{plan.path}: pipeline.schedule = "{s.pipeline.schedule}": torchtitan has {", ".join(_SCHEDULES)}; plan '

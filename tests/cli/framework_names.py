@@ -23,6 +23,7 @@ TITAN_POLICIES = ("FullAC", "SelectiveAC", "MemoryBudgetAC")
 # Megatron-LM, main of August 2026: megatron/training/arguments.py and the dataclasses that its arguments are made of.
 # A type, the values to choose from, or None for a switch.
 MEGATRON_FLAGS: dict[str, type | tuple[str, ...] | None] = {
+    "--accumulate-allreduce-grads-in-fp32": None,
     "--attention-backend": ("flash", "fused", "unfused", "local", "auto"),
     "--attention-dropout": float,
     "--bf16": None,

@@ -30,7 +30,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "execution.dtype": ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"),
     "execution.param_dtype": ("bf16", "fp32", "fp16"),
     "execution.master_weights": (True, False),
-    "execution.grad_dtype": ("fp32", "bf16"),
+    "execution.grad_dtype": ("fp32", "bf16", "fp16"),
     "execution.optimizer": ("adamw", "adam", "sgd", "sgd-momentum", "adafactor"),
     "execution.attention": ("flash", "unfused"),
     "execution.kernels": ("eager", "fused", "compiled"),
@@ -103,3 +103,22 @@ def test_a_length_that_the_file_states_is_the_one_that_is_exported(target: str, 
     text = path.read_text()
     path.write_text(text.replace("[batch]\n", "[batch]\nseq_len = 512\n", 1))
     assert "512" in EXPORTS[target](plan_of(read_strategy_file(path))).text
+
+
+def test_what_the_frameworks_own_checks_refuse_is_not_written(tmp_path: Path) -> None:
+    """DeepSpeed 0.19 has no MiCS; Megatron keeps Adam alone on the host; both decoders cut sequences in 2 cp pieces."""
+    plan = plan_of(read_strategy_file(write_sample(tmp_path / "plan.toml", pp=1, micro_batches=16)))
+    s = plan.strategy
+    replicas = changed(changed(s, "mesh.dp_replicate", 2), "shard.zero", 3)
+    config = EXPORTS["deepspeed"](replace(plan, strategy=replicas))
+    assert "mics" not in config.text
+    assert any(item.startswith("dp_replicate = 2") for item in config.unsaid)
+    sgd = changed(changed(s, "offload.optimizer", 0.5), "execution.optimizer", "sgd")
+    flags = EXPORTS["megatron"](replace(plan, strategy=sgd))
+    assert "--optimizer-cpu-offload" not in flags.text
+    assert "offload.optimizer = 0.5" in flags.unsaid
+    half = EXPORTS["megatron"](replace(plan, strategy=changed(s, "execution.dtype", "fp16")))
+    assert "--accumulate-allreduce-grads-in-fp32" in half.text
+    for target in ("torchtitan", "megatron"):
+        with pytest.raises(UserError, match=r"into 8 equal pieces.*multiple of 8 as --seq-len"):
+            EXPORTS[target](replace(plan, strategy=changed(s, "mesh.cp", 2), seq_len=1002))
