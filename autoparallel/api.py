@@ -34,7 +34,13 @@ from autoparallel.profiles.likest import device_of_hardware
 from autoparallel.runtime.capabilities.table import limits
 from autoparallel.runtime.experts.modules import expert_modules
 from autoparallel.runtime.experts.parallel import can_share
-from autoparallel.runtime.limits import entered_blocks, kernels_to_choose, on_devices
+from autoparallel.runtime.limits import (
+    check_writes,
+    entered_blocks,
+    kernels_to_choose,
+    on_devices,
+    refused_writes,
+)
 from autoparallel.runtime.lowering.compiled import can_compile
 from autoparallel.runtime.lowering.lower import Dtypes, dtype_name, module_dtypes
 from autoparallel.runtime.ranks.accelerator import device_name
@@ -136,6 +142,8 @@ def _decide(
     graph = _captured(module, example_inputs, given.graph, computed)
     graph = _with_other_lengths(graph, module, source, given, computed)
     _check_graph(source, graph, module, example_inputs, computed)
+    if refused := refused_writes(graph, world_size()):
+        raise UserError(refused)
     cluster = _cluster(given.cluster, source, device)
     shared = {} if can_share(module, expert_modules(graph), device) else {"mesh.ep": 1, "mesh.cp": 1}
     strategy = find_strategy(
@@ -168,6 +176,7 @@ def _decide(
             **shared,
         },
     )
+    check_writes(graph, strategy)
     if phase_lengths(strategy.phases) and not strategy.batch.seq_len:  # which later phases may go back to
         strategy = with_length(strategy, graph.tokens_per_sample)
     if strategy.phases and cluster is not None and (wrong := strategy_problems(graph, cluster, strategy)):

@@ -117,8 +117,9 @@ def dry_run_of(
 ) -> DryRun:
     """Lower `module`, of which `graph` was captured with these inputs, by a legal strategy, and compare."""
     from autoparallel.runtime.check.dryrun import dry_run
-    from autoparallel.runtime.limits import backend_of, entered_blocks
+    from autoparallel.runtime.limits import backend_of, check_writes, entered_blocks
 
+    check_writes(graph, strategy)
     expander = Expander(graph, cluster)
     strategy = completed(expander, strategy)
     program = program_of(expander, strategy)

@@ -231,6 +231,14 @@ class Instance:
     ] = ()  # trainable-dependent activations alive after it: what a cut here sends
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A parameter that the model's own forward pass writes to, and whether what it writes comes from its samples."""
+
+    name: str
+    from_samples: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelGraph:
     """A captured model: the distinct blocks, and the chain of their instances in execution order."""
@@ -244,6 +252,7 @@ class ModelGraph:
     pipeline_cuts: bool  # the chain may be cut into pipeline stages between repeated instances
     warnings: tuple[str, ...] = ()
     dropout: float = 0.0  # the largest share that its modules drop in training
+    written: tuple[Written, ...] = ()  # parameters that its forward pass writes to
     other_lengths: tuple[ModelGraph, ...] = ()  # of the same model, for phases with other sequences
     schema: int = SCHEMA
 

@@ -24,6 +24,7 @@ from autoparallel.costmodel.graph import (
     Sharding,
     Size,
     TensorSpec,
+    Written,
 )
 from autoparallel.errors import UserError
 
@@ -143,6 +144,7 @@ def _graph(graph: ModelGraph) -> dict[str, Any]:
         "pipeline_cuts": graph.pipeline_cuts,
         "warnings": graph.warnings,
         **({"dropout": graph.dropout} if graph.dropout else {}),
+        **({"written": [[w.name, w.from_samples] for w in graph.written]} if graph.written else {}),
         "blocks": [
             {
                 "name": block.name,
@@ -290,5 +292,8 @@ def _read_graph(raw: Mapping[str, Any]) -> ModelGraph:
         pipeline_cuts=bool(raw["pipeline_cuts"]),
         warnings=_words(raw["warnings"]),
         dropout=float(raw.get("dropout", 0.0)),
+        written=tuple(
+            Written(name=_word(name), from_samples=bool(drawn)) for name, drawn in raw.get("written", ())
+        ),
         other_lengths=tuple(map(_read_graph, raw.get("other_lengths", ()))),
     )

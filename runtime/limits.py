@@ -48,6 +48,38 @@ def kernels_to_choose(constraints: Mapping[str, object]) -> dict[str, dict[str, 
     return found
 
 
+def refused_writes(graph: ModelGraph, devices: int) -> str | None:
+    """Why a model that writes to its parameters what it makes of its samples does not run on several devices; None where it
+    does."""
+    drawn = [one.name for one in graph.written if one.from_samples]
+    if not drawn or devices == 1:
+        return None
+    others = f" and {len(drawn) - 1} other parameters" if len(drawn) > 1 else ""
+    return (
+        f"the forward pass of {graph.name} writes to {drawn[0]}{others} what it makes of its samples, so that {devices} ranks would "
+        "each write something else; if layers initialise themselves so from their first batch, call the model once on one, on every "
+        "rank, before it is planned and run: all ranks then start from rank 0's numbers"
+    )
+
+
+def lost_writes(graph: ModelGraph, strategy: Strategy) -> str | None:
+    """Why a strategy would lose what the model writes to its parameters without its samples; None where every rank holds them
+    whole."""
+    mesh, own = strategy.mesh, [one.name for one in graph.written if not one.from_samples]
+    if not own or mesh.devices == mesh.dp_replicate:
+        return None
+    return (
+        f"the forward pass writes to {own[0]}, and a rank that holds a share of it would lose that: set mesh.dp_replicate to "
+        f"{mesh.devices} and the other axes to 1, or write to it after the optimizer's step"
+    )
+
+
+def check_writes(graph: ModelGraph, strategy: Strategy) -> None:
+    """Raises UserError where what the model writes to its parameters would be lost, or another on each rank."""
+    if refused := refused_writes(graph, strategy.mesh.devices) or lost_writes(graph, strategy):
+        raise UserError(refused)
+
+
 def entered_blocks(graph: ModelGraph) -> frozenset[str]:
     """Paths of the repeated blocks of which code outside of them uses parameters: they are gathered with that code."""
     blocks = [link.path for link in graph.chain if link.repeated]
@@ -73,6 +105,10 @@ def refuser(
 
     def refused(strategy: Strategy) -> str | None:
         case = Case(strategy=strategy, level_sizes=sizes, backend=backend, shares_experts=shares)
-        return next(refusals(case, said=said), None)
+        return (
+            refused_writes(graph, strategy.mesh.devices)
+            or lost_writes(graph, strategy)
+            or next(refusals(case, said=said), None)
+        )
 
     return refused

@@ -15,7 +15,7 @@ from torch import nn
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.runtime.capabilities.rows import Case
+from autoparallel.runtime.capabilities.rows import Case, in_tiers
 from autoparallel.runtime.capabilities.table import check_capabilities, otherwise_priced
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import check_experts
@@ -151,7 +151,7 @@ def check_strategy(
     check_offload(strategy.offload)
     tiered_modules(module, strategy.embedding)
     check_rules(module, strategy)
-    check_members(module)
+    check_members(module, in_tiers=in_tiers(strategy.embedding))
     check_initialisable(module, given)
 
 

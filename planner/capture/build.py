@@ -28,10 +28,12 @@ from autoparallel.planner.capture.nodes import (
     micro_batch,
     tensor,
     tensor_inputs,
+    written,
 )
 from autoparallel.planner.capture.parameters import parameters_by_link
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.writer import dtype_name
+from autoparallel.planner.capture.written_parameters import write_warnings
 
 _READ = frozenset(
     {Role.CALL, Role.RESULT, Role.INPUT}
@@ -94,6 +96,7 @@ def to_model_graph(
         has_loss=loss(graph) is not None,
         pipeline_cuts=_cuttable(chain) and not differentiates(graph) and not beside,
         warnings=(*_warnings(graph, fit, rules), *_beside_warnings(beside)),
+        written=written(graph),
     )
 
 
@@ -103,6 +106,7 @@ def _warnings(graph: fx.Graph, fit: Fit, rules: Rules) -> tuple[str, ...]:
         found.append(
             "its forward pass takes derivatives, which go back through its blocks: it is not cut into pipeline stages"
         )
+    found += write_warnings(written(graph))
     if casts(graph):
         found.append(
             "its own code has torch.autocast on, which the meta device does not follow: priced is the dtype of its parameters; "

@@ -38,6 +38,7 @@ from typing import Any
 
 from torch import fx
 
+from autoparallel.costmodel.graph import Written
 from autoparallel.planner.capture.trees import leaves
 
 
@@ -192,6 +193,11 @@ def differentiates(graph: fx.Graph) -> bool:
 def casts(graph: fx.Graph) -> bool:
     """Whether the model's own code has `torch.autocast` on for some of what it computes."""
     return bool(_output(graph).meta["casts"])
+
+
+def written(graph: fx.Graph) -> tuple[Written, ...]:
+    """The parameters that the forward pass writes to."""
+    return tuple(_output(graph).meta["written"])
 
 
 def micro_batch(graph: fx.Graph) -> int:

@@ -23,6 +23,7 @@ from autoparallel.planner.capture.tracer import Tracer
 from autoparallel.planner.capture.trees import plain, tensors
 from autoparallel.planner.capture.trusting import trusting
 from autoparallel.planner.capture.undropped import undropped
+from autoparallel.planner.capture.written_parameters import storages_of, written_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,9 @@ def _traced(
     if plan.leaves:
         real = tensors(with_batch(example, micro_batch, numbers=True))
         tracer.given = {id(t): own for t, own in zip(tensors(inputs), real, strict=True) if not own.is_meta}
+    storages = storages_of(module)
     result = _run(module, inputs, plan, tracer)
+    written = written_parameters(writer.graph, storages, storages_of(module))
     returned = tracer.pieces.together(tensors(plain(result)))
     outputs = [writer.node_of(t) for t in returned]
     wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -91,7 +94,7 @@ def _traced(
     gradients = _run_backward(tracer, differentiable, wanted) if differentiable and wanted else {}
     end = writer.graph.output({"outputs": tuple(outputs), "gradients": gradients})
     end.meta |= {"micro_batch": micro_batch, "loss": None if loss is None else writer.node_of(loss)}
-    end.meta |= {"differentiates": tracer.differentiates, "casts": tracer.casts}
+    end.meta |= {"differentiates": tracer.differentiates, "casts": tracer.casts, "written": written}
     check_bags(writer.graph)
     without_unread_pieces(writer.graph)
     tracer.meta_mode.forget()

@@ -26,6 +26,7 @@ from autoparallel.runtime.gradients.synchronisation import with_sync
 from autoparallel.runtime.loading.checkpoint_chunks import with_chunks
 from autoparallel.runtime.loading.materialise import share_of
 from autoparallel.runtime.lowering.lower import Dtypes, Lowered
+from autoparallel.runtime.lowering.members import OF_TIERS
 from autoparallel.runtime.lowering.micro_batches import (
     Sequences,
     Shared,
@@ -136,11 +137,6 @@ class ParallelModule(nn.Module):
         object.__setattr__(self, "_run", replace(self._run, strategy=strategy))
 
     @property
-    def tables(self) -> WholeTables | None:
-        """Embedding tables of which some rows are on other ranks or with servers; None where there are none."""
-        return self._run.tables
-
-    @property
     def data_parallel_rank(self) -> int:
         """Which share of the global batch this rank's data loader reads."""
         return self._run.mesh.data_parallel_rank
@@ -205,6 +201,15 @@ class ParallelModule(nn.Module):
         raise UserError("a parallel module cannot be copied; copy the original before auto_parallelize")
 
 
+class _WithTables(ParallelModule):
+    """Of a module that has no `tables` of its own."""
+
+    @property
+    def tables(self) -> WholeTables | None:
+        """Embedding tables of which some rows are on other ranks or with servers; None where there are none."""
+        return self._run.tables
+
+
 def fitting(value: Any, held: Any) -> Any:
     """A whole tensor as the share that this rank holds of it; what is such a share already as it is."""
     whole = isinstance(held, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor)
@@ -214,7 +219,8 @@ def fitting(value: Any, held: Any) -> Any:
 def make_parallel(module: nn.Module, run: Run) -> nn.Module:
     """`module` with `ParallelModule` in front of its class."""
     own = type(module)
-    module.__class__ = type(f"Parallel{own.__name__}", (ParallelModule, own), {})
+    kind = ParallelModule if hasattr(module, OF_TIERS) else _WithTables
+    module.__class__ = type(f"Parallel{own.__name__}", (kind, own), {})
     object.__setattr__(module, "_run", run)
     return module
 

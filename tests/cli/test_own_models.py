@@ -143,3 +143,38 @@ def test_flat_indices_with_offsets_are_refused_where_they_are_inputs(tmp_path: P
     ]
     refused("plan", f"{path}:flat", "--cluster", "h100-sxm:1x2", words=words)
     assert run("plan", f"{path}:rows", "--cluster", "h100-sxm:1x2", "--set", "mesh.dp_shard=2").status == 0
+
+
+def test_parameters_that_a_forward_pass_writes_are_told_of_and_run_on_one_device_alone(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "flow.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n\nclass Flow(nn.Linear):\n    def __init__(self, way):\n        super().__init__(8, 8)\n"
+        "        self.way, self.ready, self.tables = way, False, 4\n        self.shift = nn.Parameter(torch.zeros(8))\n\n"
+        "    def forward(self, x):\n        if not self.ready:\n            with torch.no_grad():\n"
+        "                if self.way == 'data':\n                    self.shift.data = -x.mean(0)\n"
+        "                elif self.way == 'own':\n                    self.weight.div_(self.weight.norm())\n"
+        "                else:\n                    self.shift.copy_(-x.mean(0))\n            self.ready = self.way != 'own'\n"
+        "        return (super().forward(x) + self.shift).square().mean()\n\n"
+        "def model(way='copy', ready='no'):\n    made, x = Flow(way), torch.randn(4, 8)\n    if ready == 'yes':\n        made(x)\n"
+        "    return made, x\n"
+    )
+    asked = ("plan", f"{path}:model", "--cluster", "h100-sxm:1x2", "--runnable")
+    words = [
+        "writes to shift what it makes of its samples",
+        "2 ranks",
+        "call the model once",
+        "on every rank",
+    ]
+    for way in ("copy", "data"):
+        refused(*asked, "--model-arg", f"way={way}", words=words)
+    planned = run(*asked[:-1])
+    assert planned.status == 0
+    assert "warning: its forward pass writes to shift" in planned.err
+    ready = run(*asked, "--model-arg", "ready=yes")
+    assert (ready.status, "writes to" in ready.err) == (0, False)
+    own = run(*asked, "--model-arg", "way=own", "--json")
+    assert own.status == 0
+    assert own.json["strategy"]["mesh"]["dp_replicate"] == 2
+    assert "writes to weight: a rank that holds a share" in own.err
