@@ -93,7 +93,8 @@ def _rows(table: object, rank: RankComparison) -> None:
         pair = Pair(lowered=rank.peak.bytes, predicted=rank.predicted_peak_bytes)
         shown = (gib(value / 2**30) for value in (pair.lowered, pair.predicted))
         where = rank.peak.module or "the model itself"
-        table.add_row("", f"peak, in {rank.peak.action} of {where}", *shown, _difference(pair))
+        words = f"peak, in {rank.peak.action} of {where}" if rank.peak.action else "peak: it holds nothing"
+        table.add_row("", words, *shown, _difference(pair))
     if rank.compiled_peak_bytes is not None:
         table.add_row(
             "", "peak of compiled kernels", "", gib(rank.compiled_peak_bytes / 2**30), "not looked at"
