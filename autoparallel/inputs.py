@@ -302,7 +302,7 @@ def computed_in(constraints: Mapping[str, object]) -> str:
 def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
     """The problem to plan. The global batch is one sequence per device unless told otherwise. Raises UserError."""
     constraints = checked.constraints
-    if problems := constraint_problems(graph, checked.cluster, constraints):
+    if problems := constraint_problems(graph, checked.cluster, constraints, checked.request.lossy):
         where = f"{checked.request.strategy}: " if checked.request.strategy else ""
         raise UserError("\n".join(f"{where}{problem}" for problem in problems))
     if checked.request.runnable:

@@ -107,7 +107,8 @@ def find_strategy(
     if source.strategy is not None:
         return _complete(graph, cluster, source.strategy)
     constraints = {"batch.global": global_batch, **source.constraints}
-    if cluster is not None and (problems := constraint_problems(graph, cluster, constraints)):
+    lossy = () if isinstance(allow_lossy, bool) else tuple(allow_lossy)
+    if cluster is not None and (problems := constraint_problems(graph, cluster, constraints, lossy)):
         raise UserError("\n".join(problems))
     if not missing_keys(constraints):
         return _complete(graph, cluster, strategy_from_constraints(constraints, name=source.name))
@@ -124,7 +125,7 @@ def find_strategy(
         constraints=constraints,
         execution=_told(execution, constraints),
         allow_lossy=bool(allow_lossy),
-        lossy=() if isinstance(allow_lossy, bool) else tuple(allow_lossy),
+        lossy=lossy,
         all_devices=True,
         refuses=refuser(graph, cluster),
         kernels=kernels or {},

@@ -88,6 +88,8 @@ def _phases(constraints: Mapping[str, object], cluster: Cluster | None) -> tuple
         left_out |= keys != phase.keys
         if any(key in _OF_BATCHES for key, _ in keys):
             keys += (("batch.micro", 1),)
+        if dict(keys).get("grad_sync.weights", "none") != "none":  # which ZeRO-3 alone gathers
+            keys += (("shard.zero", 3),)
         if keys:
             kept.append(Phase(from_step=phase.from_step, keys=keys))
     return tuple(kept), "[[phase]] (made for the other mesh)" if left_out else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from autoparallel.errors import UserError
 from autoparallel.profiles.hardware import Device
@@ -73,6 +74,17 @@ def _with_amount(name: str, amount: str) -> Method:
     if name == "powersgd" and not (high >= 1.0 and high == int(high)):
         raise UserError(f"compression `powersgd:{amount}` needs a whole rank: `powersgd:4`")
     return Method(name=name, amount=high, least=low)
+
+
+def highest_rank(numbers: int) -> int:
+    """The highest rank of PowerSGD that makes so many numbers fewer: rank * (rows + columns) < numbers; 0 where none does."""
+    return max(0, (numbers - 1) // sum(matrix_shape(numbers)))
+
+
+def matrix_shape(numbers: int) -> tuple[int, int]:
+    """Rows and columns of the matrix that PowerSGD lays so many numbers out in, as square as it can be."""
+    rows = max(1, ceil(numbers**0.5))
+    return rows, max(1, ceil(numbers / rows))
 
 
 def parse_weights(text: str) -> Method:

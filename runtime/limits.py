@@ -104,7 +104,13 @@ def refuser(
     shares = expert_modules(graph) is not None
 
     def refused(strategy: Strategy) -> str | None:
-        case = Case(strategy=strategy, level_sizes=sizes, backend=backend, shares_experts=shares)
+        case = Case(
+            strategy=strategy,
+            level_sizes=sizes,
+            backend=backend,
+            shares_experts=shares,
+            numbers=graph.parameter_count,
+        )
         return (
             refused_writes(graph, strategy.mesh.devices)
             or lost_writes(graph, strategy)

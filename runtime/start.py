@@ -135,6 +135,7 @@ def check_strategy(
         level_sizes=level_sizes,
         backend=backend or backend_of_ranks(),
         shares_experts=shares_experts,
+        numbers=sum(parameter.numel() for parameter in module.parameters()),
     )
     check_capabilities(case)
     for problem in otherwise_priced(case):

@@ -6,5 +6,5 @@
 - `phases.py`: which strategy holds at which step, `lengths.py` with sequences of which length.
 - `legal.py`: why a strategy cannot run: device groups (`groups.py`), nodes (`machines.py`), embedding tables
   (`embedding.py`, laws of access in `access_laws.py`), recovery (`recovery.py`), replicas that
-  train by themselves (`islands.py`).
+  train by themselves (`islands.py`), values that nothing would read (`ignored.py`).
 """

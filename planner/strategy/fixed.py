@@ -85,12 +85,15 @@ _READ = tuple(f.name for f in fields(Fixed))
 
 
 def fixed_of(constraints: Mapping[str, object]) -> Fixed:
-    """The keys that `constraints` (SECTION.KEY -> value) fixes. Raises UserError for a value of the wrong type."""
+    """The keys that `constraints` (SECTION.KEY -> value) fixes; encoded gathers of parameters fix ZeRO-3, which alone has them.
+    Raises UserError for a value of the wrong type."""
     nested: dict[str, dict[str, object]] = {name: {} for name in _READ}
     for dotted, value in constraints.items():
         section, _, key = dotted.partition(".")
         if section in nested:
             nested[section][key] = list(value) if isinstance(value, tuple) else value
+    if nested["grad_sync"].get("weights", "none") != "none":
+        nested["shard"].setdefault("zero", 3)
     try:
         parsed = StrategySchema.model_validate(nested)
     except ValidationError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from autoparallel.costmodel.block_index import index_block
 from autoparallel.costmodel.graph import ModelGraph, OpKind
@@ -12,6 +12,7 @@ from autoparallel.planner.sharding.experts import expert_layers
 from autoparallel.planner.strategy.embedding import embedding_problems
 from autoparallel.planner.strategy.file import strategy_to_constraints
 from autoparallel.planner.strategy.groups import group_problems
+from autoparallel.planner.strategy.ignored import ignored_values, rank_problem, weights_problems
 from autoparallel.planner.strategy.islands import outer_problems
 from autoparallel.planner.strategy.lengths import SEQ_LEN, length_problem
 from autoparallel.planner.strategy.machines import placement_problems, unknown_nodes
@@ -60,9 +61,15 @@ def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -
     return found
 
 
-def constraint_problems(graph: ModelGraph, cluster: Cluster, constraints: Mapping[str, object]) -> list[str]:
-    """Why no strategy of the model can meet the constraints, where a glance says so and no search could find out."""
-    found = [*_recompute_constraints(graph, constraints), *_compression(cluster, constraints)]
+def constraint_problems(
+    graph: ModelGraph, cluster: Cluster, constraints: Mapping[str, object], lossy: Sequence[str] = ()
+) -> list[str]:
+    """Why no strategy of the model can meet the constraints, where a glance says so and no search could find out; and which of
+    the `lossy` methods that are allowed no strategy of it can have."""
+    found = [*_recompute_constraints(graph, constraints), *ignored_values(graph, cluster, constraints)]
+    for method in dict.fromkeys(lossy):
+        if wrong := rank_problem(method, graph.parameter_count):
+            found.append(f"lossy methods {list(lossy)}: {wrong}")
     found += _secondary(constraints)
     tokens = constraints.get(SEQ_LEN)
     if isinstance(tokens, int) and (unknown := length_problem(graph, tokens)):
@@ -88,17 +95,6 @@ def _uncuttable(graph: ModelGraph, pp: int) -> Iterator[str]:
         yield (
             f"mesh.pp = {pp}: {graph.name} cannot be cut into pipeline stages: it has no repeated blocks {repeated}, or takes "
             "derivatives in its forward pass; use mesh.pp = 1"
-        )
-
-
-def _compression(cluster: Cluster, constraints: Mapping[str, object]) -> Iterator[str]:
-    """A method for a level that the network does not have would be ignored."""
-    methods, levels = constraints.get("grad_sync.compression"), cluster.levels
-    if isinstance(methods, tuple) and any(method != "none" for method in methods[len(levels) :]):
-        names = ", ".join(level.name for level in levels)
-        yield (
-            f"grad_sync.compression = {list(methods)} has {len(methods)} entries, one per network level from the "
-            f"innermost, but {cluster.name} has {len(levels)} ({names}); leave out those after the first {len(levels)}"
         )
 
 
@@ -292,6 +288,7 @@ def _shard(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
             f"shard.zero = 0 needs mesh.dp_shard = 1, not {mesh.dp_shard}; move the ranks to mesh.dp_replicate "
             "or set shard.zero to 1, 2 or 3"
         )
+    yield from weights_problems(strategy_to_constraints(strategy))
     if strategy.shard.secondary:
         yield from _secondary(strategy_to_constraints(strategy))
     if mesh.ep > 1:

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 from autoparallel.costmodel.compression import WEIGHTS, parse_method, parse_weights
 from autoparallel.errors import UserError
+from autoparallel.planner.strategy.ignored import rank_problem
 from autoparallel.planner.strategy.islands import is_local
-from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.types import Servers, Strategy
 from autoparallel.runtime.capabilities.rows import GLOO, Case, Needs, Row, only_with, shown
 from autoparallel.runtime.ranks.levels import divided
 from autoparallel.runtime.ranks.places import sharding_axes, summed_axes
 
+USUAL = Servers()
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical", "parameter-server")
 _WHOLE_SUM: Needs = (  # ranks want a share of the sum, unless nothing is sharded, or nobody adds
     {"shard.zero": (0,)},
@@ -23,11 +25,12 @@ def _methods(case: Case) -> Iterator[str]:
     compression = case.strategy.grad_sync.compression
     where, levels = shown("grad_sync.compression", compression), len(case.level_sizes or ())
     try:
-        named = [parse_method(method).name for method in compression]
+        for method in compression:
+            parse_method(method)
     except UserError as error:
         yield f"{where}: {error}"
         return
-    if levels and any(name != "none" for name in named[levels:]):
+    if levels and len(compression) > levels:
         yield (
             f"{where} has {len(compression)} entries, one per network level from the innermost, but the cluster has {levels}; "
             f"leave out those after the first {levels}"
@@ -39,6 +42,13 @@ def _weights(case: Case) -> Iterator[str]:
         parse_weights(case.strategy.grad_sync.weights)
     except UserError as error:
         yield str(error)
+
+
+def _rank(case: Case) -> Iterator[str]:
+    compression, numbers = case.strategy.grad_sync.compression, case.numbers
+    for method in dict.fromkeys(compression) if numbers is not None else ():
+        if problem := rank_problem(method, numbers):
+            yield f"{shown('grad_sync.compression', compression)}: {problem}"
 
 
 def _factors(case: Case) -> Iterator[str]:
@@ -142,8 +152,22 @@ ROWS: tuple[Row, ...] = (
         holds="all levels have it, and `algorithm` is not hierarchical", why="its factors are summed over all ranks at once",
     ),
     Row(
+        key="grad_sync.compression", values='"powersgd:RANK" with a high rank', found=_rank,
+        holds="two factors of that rank are smaller than all gradients of the model", why="gradients would travel as they are",
+    ),
+    Row(
         key="grad_sync.weights", values="others than " + ", ".join(WEIGHTS), holds="", found=_weights,
         why="every rank must compute with the same numbers, which error feedback would change from gather to gather",
+    ),
+    only_with(
+        "grad_sync.weights", WEIGHTS[1:], ({"shard.zero": (3,)},), holds="`shard.zero = 3`",
+        why="ZeRO-3 alone gathers parameters for each pass", instead='set shard.zero to 3, or grad_sync.weights to "none"',
+    ),
+    only_with(
+        "servers.staleness", lambda value: value not in (None, USUAL.staleness), ({"servers.mode": ("bounded-stale",)},),
+        words=f"others than {USUAL.staleness}", holds='`servers.mode = "bounded-stale"`',
+        why='how far workers may be apart is asked in "bounded-stale" alone',
+        instead="set servers.mode to that, or leave out servers.staleness",
     ),
     Row(
         key="outer.algorithm", values='others than "none"', holds="`mesh.dp_replicate` is 2 or more, `mesh.ep = 1`",

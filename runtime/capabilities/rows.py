@@ -19,12 +19,13 @@ Needs = tuple[Mapping[str, tuple[object, ...]], ...]
 class Case:
     """A complete strategy, and where it is to run. `level_sizes` are devices below one port of each network level, innermost
     first, none where the cluster is not known (None: it will be); `shares_experts`: whether tokens can be sent to all of the
-    model's experts."""
+    model's experts; `numbers`: those of its parameters (None: not known)."""
 
     strategy: Strategy
     level_sizes: Sequence[int] | None = None
     backend: str = GLOO
     shares_experts: bool = True
+    numbers: int | None = None
 
     @cached_property
     def decided(self) -> Mapping[str, object]:

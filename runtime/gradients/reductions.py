@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoparallel.costmodel.compression import parse_method
+from autoparallel.costmodel.compression import highest_rank, matrix_shape, parse_method
 from autoparallel.runtime.gradients.exchanges import Exchange, Scatter
 from autoparallel.runtime.gradients.feedback import Memory, corrected, keep
 
@@ -160,8 +160,7 @@ class LowRank:
         self._group, self._rank = group, rank
 
     def start(self, buffer: Tensor, memory: Memory) -> Reduction:
-        rows, columns = matrix_shape(buffer.numel())
-        if self._rank * (rows + columns) >= buffer.numel():
+        if self._rank > highest_rank(buffer.numel()):
             return _AllReduction(buffer, self._group)
         return _LowRankReduction(buffer, self._group, self._rank, memory)
 
@@ -170,12 +169,6 @@ class LowRank:
         if residual is None:
             return torch.zeros_like(buffer).view(-1)
         return residual.view(-1)[: buffer.numel()] / self._group.size()
-
-
-def matrix_shape(numbers: int) -> tuple[int, int]:
-    """Rows and columns of the matrix that so many numbers are laid out in, as square as it can be."""
-    rows = max(1, ceil(numbers**0.5))
-    return rows, ceil(numbers / rows)
 
 
 class _LowRankReduction:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoparallel.costmodel.compression import parse_method
+from autoparallel.costmodel.compression import highest_rank, parse_method
 from autoparallel.runtime.gradients.exchanges import Exchange
 from autoparallel.runtime.gradients.feedback import Memory
-from autoparallel.runtime.gradients.reductions import LowRank, matrix_shape
+from autoparallel.runtime.gradients.reductions import LowRank
 from autoparallel.runtime.ranks.gathers import reduce_scatter_single
 
 
@@ -96,7 +96,7 @@ class UnitScatter:
             by_node = rows[torch.tensor(wire.order, device=rows.device)].view(wire.inside.group.size(), -1)
             inside = wire.inside.scatter(by_node, memory).wait()
             return wire.across.scatter(inside.view(nodes, -1), memory.across).wait()
-        if method.name == "powersgd" and int(method.amount) * sum(matrix_shape(rows.numel())) < rows.numel():
+        if method.name == "powersgd" and int(method.amount) <= highest_rank(rows.numel()):
             LowRank(group, int(method.amount)).start(rows, memory).wait()
             return rows[group.rank()] * group.size()
         exchange = Exchange(group, "none" if method.name == "powersgd" else wire.method, ring=wire.ring)

@@ -36,6 +36,7 @@ from autoparallel.planner.strategy.types import (
     Outer,
     Phase,
     Pipeline,
+    Servers,
     Shard,
     Strategy,
 )
@@ -76,7 +77,9 @@ def _strategies(draw: st.DrawFn) -> Strategy:
     pp, schedule = sizes["pp"], often("1f1b", "zb1p", "zbv") if sizes["pp"] > 1 else "none"
     chunks = pp * (2 if schedule == "zbv" else 1)
     flag = often(None, draw(st.sampled_from(FLAGS)))
-    compression = often((), ("none", "int8"), ("powersgd:2", "int8"), ("none", "none", "bf16"))
+    compression = often(
+        (), ("none", "int8"), ("powersgd:2", "int8"), ("none", "powersgd:9999"), ("none", "none", "none")
+    )
     return Strategy(
         batch=Batch(global_=8 * sizes["dp_replicate"] * sizes["dp_shard"], micro=1),
         mesh=Mesh(**sizes),
@@ -93,7 +96,9 @@ def _strategies(draw: st.DrawFn) -> Strategy:
         grad_sync=GradSync(
             algorithm=often("auto", "ring", "tree", "hierarchical", "parameter-server"),
             compression=compression,
+            weights=often("none", "int8"),
         ),
+        servers=often(Servers(), Servers(staleness=2), Servers(staleness=2, mode="bounded-stale")),
         outer=often(Outer(), Outer(algorithm="diloco", every=4)),
         embedding=often((), (EmbeddingRule(module="*", tier="sharded", hot_rows=0),)),
     )
@@ -110,7 +115,10 @@ def test_what_the_table_refuses_is_refused_before_anything_is_sharded_in_its_wor
     strategy: Strategy, backend: str, shares: bool
 ) -> None:
     example, _ = _example()
-    case = Case(strategy=strategy, level_sizes=BY_TWO, backend=backend, shares_experts=shares)
+    numbers = sum(parameter.numel() for parameter in example.module.parameters())
+    case = Case(
+        strategy=strategy, level_sizes=BY_TWO, backend=backend, shares_experts=shares, numbers=numbers
+    )
     why = next(refusals(case), None)
     with as_one_of(strategy.mesh.devices), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -246,6 +254,8 @@ def test_tables_in_tiers_stand_beside_data_parallelism_alone() -> None:
         (GradSync(compression=("topk:0.2-0.1",)), BY_TWO, {"dp_replicate": 2}, ("topk:0.2-0.1", "above 0")),
         (GradSync(compression=("powersgd:0",)), BY_TWO, {"dp_replicate": 2}, ("powersgd:0", "whole rank")),
         (GradSync(compression=("none", "none", "int8")), BY_TWO, {"dp_replicate": 2}, ("3 entries", "leave out")),
+        (GradSync(compression=("none",) * 3), BY_TWO, {"dp_replicate": 2}, ("3 entries", "leave out")),
+        (GradSync(compression=("none", "powersgd:20")), BY_TWO, {"dp_replicate": 2}, ("powersgd:20", "15 or less")),
         (GradSync(compression=("powersgd:2", "int8")), BY_TWO, {"dp_replicate": 4}, ("powersgd:2", "outermost")),
         (
             GradSync(algorithm="hierarchical", compression=("powersgd:2",) * 2), BY_TWO, {"dp_replicate": 4},
@@ -256,7 +266,7 @@ def test_tables_in_tiers_stand_beside_data_parallelism_alone() -> None:
 def test_a_refusal_names_key_value_and_remedy(
     sync: GradSync, levels: tuple[int, ...], mesh: dict[str, Any], words: tuple[str, str]
 ) -> None:
-    found = list(refusals(Case(strategy=_synced(sync, **mesh), level_sizes=levels)))
+    found = list(refusals(Case(strategy=_synced(sync, **mesh), level_sizes=levels, numbers=1000)))
     assert found
     assert "grad_sync" in found[0]
     for word in words:

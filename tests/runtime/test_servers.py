@@ -37,7 +37,7 @@ from autoparallel.runtime.servers.dealing import Part, completed, deal, joined, 
 from autoparallel.runtime.servers.held import VALUES, HeldRows
 from autoparallel.runtime.servers.launch import start_server
 from autoparallel.runtime.servers.rows_optimizer import RowsOptimizer
-from autoparallel.runtime.servers.server import ASYNCHRONOUS, Terms, serve
+from autoparallel.runtime.servers.server import ASYNCHRONOUS, BOUNDED, MODES, Terms, serve
 from autoparallel.runtime.servers.store import TableShape
 from autoparallel.runtime.servers.tiered_rows import TieredRows
 from autoparallel.runtime.servers.wire import Peer, ServerLost
@@ -344,8 +344,10 @@ def test_tables_in_tiers_train_as_one_process_through_death_and_arrival_of_serve
 def _train_apart(rank: int, world_size: int) -> dict[str, float]:
     """The mean loss of the last steps, by mode."""
     found = {}
-    for mode in ("synchronous", "bounded-stale", "asynchronous"):
-        model = _parallel(_strategy("parameter-server", world_size, 8, mode=mode, staleness=2))
+    for mode in MODES:
+        model = _parallel(
+            _strategy("parameter-server", world_size, 8, mode=mode, staleness=2 if mode == BOUNDED else 1)
+        )
         optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
         losses = _steps(model, optimizer, range(120))
         found[mode] = sum(losses[-60:]) / 60

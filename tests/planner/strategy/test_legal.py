@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from autoparallel.costmodel.compression import highest_rank, matrix_shape
 from autoparallel.errors import UserError
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.legal import constraint_problems, strategy_problems
@@ -14,6 +15,7 @@ from autoparallel.planner.strategy.types import (
     Execution,
     Mesh,
     Offload,
+    Phase,
     Pipeline,
     Recompute,
     Shard,
@@ -83,6 +85,39 @@ def test_a_chain_that_cannot_be_cut_takes_no_pipeline() -> None:
     assert "mesh.pp = 1" in message
     assert constraint_problems(uncuttable, CLUSTER, {"mesh.pp": 2}) == [message]
     assert not constraint_problems(uncuttable, CLUSTER, {"mesh.pp": 1, "mesh.tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"grad_sync.compression": ("none", "none")}, "has 2 entries"),
+        ({"grad_sync.compression": ("powersgd:9999",)}, "write a rank of "),
+        ({"grad_sync.weights": "int8", "shard.zero": 1}, "set shard.zero to 3"),
+        ({"servers.staleness": 2}, "leave out servers.staleness"),
+    ],
+)
+def test_a_value_that_nothing_would_read_is_named_at_the_step_from_which_it_is_said(
+    said: dict[str, object], words: str
+) -> None:
+    (message,) = constraint_problems(GRAPH, CLUSTER, said)
+    assert words in message
+    assert message.startswith(f"{next(iter(said))} = ")
+    usual: dict[str, object] = {
+        "grad_sync.compression": ("powersgd:2",), "grad_sync.weights": "int8", "shard.zero": 3, "servers.staleness": 1,
+    }  # fmt: skip
+    assert not constraint_problems(GRAPH, CLUSTER, usual)
+    later = Phase(from_step=9, keys=tuple(said.items()))
+    assert constraint_problems(GRAPH, CLUSTER, {**usual, "phase": (later,)}) == [f"from step 9: {message}"]
+
+
+def test_a_rank_that_no_matrix_has_room_for_is_no_method_to_allow() -> None:
+    (message,) = constraint_problems(GRAPH, CLUSTER, {}, ("int8", "powersgd:9999"))
+    assert message.startswith("lossy methods ['int8', 'powersgd:9999']: powersgd:9999")
+    numbers = GRAPH.parameter_count
+    most = highest_rank(numbers)
+    assert f"a rank of {most} or less" in message
+    assert most * sum(matrix_shape(numbers)) < numbers <= (most + 1) * sum(matrix_shape(numbers))
+    assert not constraint_problems(GRAPH, CLUSTER, {}, (f"powersgd:{most}",))
 
 
 def test_a_degree_that_divides_no_parameter_names_those_that_do() -> None:
