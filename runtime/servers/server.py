@@ -208,6 +208,9 @@ def main() -> None:
     """Serve until standard input ends."""
     torch.set_num_threads(1)
     key = bytes.fromhex(json.loads(sys.stdin.readline())["key"])
+    RowsOptimizer(
+        torch.optim.SGD, {"lr": 0.0}
+    )  # torch loads its compiler in a process's first step of an optimizer
     _, port = serve(Path(sys.argv[1]), key)
     print(json.dumps({"port": port, "host": socket.gethostname()}), flush=True)
     sys.stdin.read()
