@@ -45,9 +45,11 @@ def _weights(case: Case) -> Iterator[str]:
 
 
 def _rank(case: Case) -> Iterator[str]:
-    compression, numbers = case.strategy.grad_sync.compression, case.numbers
-    for method in dict.fromkeys(compression) if numbers is not None else ():
-        if problem := rank_problem(method, numbers):
+    compression = case.strategy.grad_sync.compression
+    if case.numbers is None:
+        return
+    for method in dict.fromkeys(compression):
+        if problem := rank_problem(method, case.numbers):
             yield f"{shown('grad_sync.compression', compression)}: {problem}"
 
 
