@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import Console
 
     from autoparallel.planner.outcome import PlanResult
@@ -20,6 +22,18 @@ def checked_steps(steps: int | None, *, phases: bool, runnable: bool) -> int | N
             "--phases and --steps N go together: a change pays where enough steps come after it; give both"
         )
     return steps if phases else None
+
+
+def print_first_alone(console: Console, constraints: Mapping[str, object]) -> None:
+    """Say that of several phases the first was searched, where a plan is made without `--phases`."""
+    from autoparallel.planner.strategy.lengths import phases_of
+
+    if steps := [phase.from_step for phase in phases_of(constraints)]:
+        console.print(
+            f"only the first phase was searched (steps 1 to {steps[0] - 1}): the [[phase]] entries change what they name, and nothing "
+            "else is chosen for them; --phases --steps N plans each",
+            markup=False, style="yellow",
+        )  # fmt: skip
 
 
 def search_phases(problem: Problem, steps: int, time_limit_s: float | None, console: Console) -> PlanResult:

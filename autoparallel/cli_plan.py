@@ -305,7 +305,7 @@ def run_plan(
         check_writable(output, read=files_of(request))
     checked, graph = captured(request, save_graph, console)  # which imports what follows on the way
     from autoparallel.answer import plan_answer, predicted_table, problem_table, search_table, stamped
-    from autoparallel.cli_phases import search_phases
+    from autoparallel.cli_phases import print_first_alone, search_phases
     from autoparallel.cli_words import print_explanation, print_plan
     from autoparallel.costmodel.graph_json import graph_hash
     from autoparallel.inputs import make_problem
@@ -320,6 +320,7 @@ def run_plan(
         result = search(
             checked, graph, time_limit_s, console, explain=explain, expander=expander, within=within
         )
+        print_first_alone(console, checked.constraints)
     problem = problem_table(
         stated,
         model=request.model,

@@ -53,6 +53,7 @@ def test_each_phase_is_priced_by_its_own_graph_which_is_saved_with_the_first(
         "plan", spec, "--cluster", CLUSTER, "--strategy", phases, "--save-graph", graph, "-o", whole, "--json"
     )
     assert planned.status == 0, planned
+    assert "only the first phase was searched (steps 1 to 8)" in " ".join(planned.err.split())
     later = planned.json["phases"]
     assert [(one["from_step"], one["seq_len"]) for one in later] == [(1, 64), (9, 256)]
     assert later[0]["step_time_s"] == planned.json["step_time_s"]
