@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from rich.console import Console
 
@@ -24,10 +25,12 @@ def checked_steps(steps: int | None, *, phases: bool, runnable: bool) -> int | N
     return steps if phases else None
 
 
-def print_first_alone(console: Console, constraints: Mapping[str, object]) -> None:
-    """Say that of several phases the first was searched, where a plan is made without `--phases`."""
+@contextmanager
+def first_alone(console: Console, constraints: Mapping[str, object]) -> Iterator[None]:
+    """Say after a search without `--phases` that of several phases the first was searched."""
     from autoparallel.planner.strategy.lengths import phases_of
 
+    yield
     if steps := [phase.from_step for phase in phases_of(constraints)]:
         console.print(
             f"only the first phase was searched (steps 1 to {steps[0] - 1}): the [[phase]] entries change what they name, and nothing "

@@ -305,7 +305,7 @@ def run_plan(
         check_writable(output, read=files_of(request))
     checked, graph = captured(request, save_graph, console)  # which imports what follows on the way
     from autoparallel.answer import plan_answer, predicted_table, problem_table, search_table, stamped
-    from autoparallel.cli_phases import print_first_alone, search_phases
+    from autoparallel.cli_phases import first_alone, search_phases
     from autoparallel.cli_words import print_explanation, print_plan
     from autoparallel.costmodel.graph_json import graph_hash
     from autoparallel.inputs import make_problem
@@ -317,10 +317,10 @@ def run_plan(
     if steps is not None:
         result = search_phases(stated, steps, time_limit_s, console)
     else:
-        result = search(
-            checked, graph, time_limit_s, console, explain=explain, expander=expander, within=within
-        )
-        print_first_alone(console, checked.constraints)
+        with first_alone(console, checked.constraints):
+            result = search(
+                checked, graph, time_limit_s, console, explain=explain, expander=expander, within=within
+            )
     problem = problem_table(
         stated,
         model=request.model,
@@ -340,8 +340,7 @@ def run_plan(
     kept = f"strategy written to {output}" if output else "(give -o FILE to keep the strategy)"
     console.print(kept, markup=False)
     if json_:
-        total_s = time.monotonic() - started
-        seconds = {"capture": capture_s, "search": result.seconds, "total": total_s}
+        seconds = {"capture": capture_s, "search": result.seconds, "total": time.monotonic() - started}
         print_json(plan_answer(result, predicted, found, seconds))
 
 
