@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from rich.console import Console
 
@@ -25,12 +24,10 @@ def checked_steps(steps: int | None, *, phases: bool, runnable: bool) -> int | N
     return steps if phases else None
 
 
-@contextmanager
-def first_alone(console: Console, constraints: Mapping[str, object]) -> Iterator[None]:
+def say_first_alone(console: Console, constraints: Mapping[str, object]) -> None:
     """Say after a search without `--phases` that of several phases the first was searched."""
     from autoparallel.planner.strategy.lengths import phases_of
 
-    yield
     if steps := [phase.from_step for phase in phases_of(constraints)]:
         console.print(
             f"only the first phase was searched (steps 1 to {steps[0] - 1}): the [[phase]] entries change what they name, and nothing "

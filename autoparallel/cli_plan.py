@@ -305,7 +305,7 @@ def run_plan(
         check_writable(output, read=files_of(request))
     checked, graph = captured(request, save_graph, console)  # which imports what follows on the way
     from autoparallel.answer import plan_answer, predicted_table, problem_table, search_table, stamped
-    from autoparallel.cli_phases import first_alone, search_phases
+    from autoparallel.cli_phases import say_first_alone, search_phases
     from autoparallel.cli_words import print_explanation, print_plan
     from autoparallel.costmodel.graph_json import graph_hash
     from autoparallel.inputs import make_problem
@@ -317,10 +317,10 @@ def run_plan(
     if steps is not None:
         result = search_phases(stated, steps, time_limit_s, console)
     else:
-        with first_alone(console, checked.constraints):
-            result = search(
-                checked, graph, time_limit_s, console, explain=explain, expander=expander, within=within
-            )
+        result = search(
+            checked, graph, time_limit_s, console, explain=explain, expander=expander, within=within
+        )
+        say_first_alone(console, checked.constraints)
     problem = problem_table(
         stated,
         model=request.model,
