@@ -18,6 +18,7 @@ from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import Outer, expand_shapes
 from autoparallel.planner.search.driver import Search, after
 from autoparallel.planner.search.evaluate import Evaluation
+from autoparallel.planner.search.improve.starts import NARROW
 from autoparallel.planner.search.partition.problem import Partition
 from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import SCHEDULES, Space, Variants
@@ -34,7 +35,6 @@ EXPLAINED_WORK = 100.0  # where the user asks for an explanation
 WORK_WHEN_STOPPED = 10.0  # where the user's time is over
 MOST_ACTIONS = 6_000  # of a schedule that is laid out for an alternative
 AT_ONCE = 48  # shapes of a kind expanded together
-MOST_GROUPS = 8  # sizes of pp, tp and cp that are looked at before a kind's search
 STARTS_OF_KIND = 2  # strategies of a kind simulated before its search
 SMALLEST = 1  # shapes of a kind that does not fit, of which the smallest is shown
 FEW = 10_000  # variants, whose kinds are searched sooner than another process is started. Kind: measured
@@ -193,17 +193,10 @@ def _best_of(
     if known and work <= WORK_WHEN_STOPPED:  # the search has looked at it no less than at the answer
         best_of = min(known, key=partial(objective_value, outer.problem))
         return rejected(best_of.strategy, proved=False)
-    shapes, chosen = outer.space.shapes, best.strategy
-    near = (shapes.micro[rows] == chosen.batch.micro) & (
-        shapes.recompute[rows] == MODES.index(chosen.recompute.mode)
-    )
-    for part in (rows[near], rows):  # what differs in this alone is bounded best, and quickly searched
-        if len(part):
-            found, proved = _searched(outer, kind, part, known, work)
-            known = [found] if found is not None else known
+    found, proved = _searched(outer, kind, rows, known, work)
     if found is not None:
         return rejected(found.strategy, proved=proved)
-    order = outer.best_first(_leanest(shapes, rows), SMALLEST, by_memory=True)
+    order = outer.best_first(_leanest(outer.space.shapes, rows), SMALLEST, by_memory=True)
     least = smallest(outer, order, kind.variants, most_actions=MOST_ACTIONS)
     return rejected(least) if least is not None else None
 
@@ -221,7 +214,7 @@ def _searched(
     """The best strategy of some shapes of a kind after so much work, and whether it is proved to be."""
     search = Search(
         outer=outer, check=after(work), only=kind.variants, effort=EFFORT, starts=STARTS_OF_KIND,
-        climbs=False, most_actions=MOST_ACTIONS, most_groups=MOST_GROUPS, at_once=AT_ONCE,
+        climbs=False, most_actions=MOST_ACTIONS, breadth=NARROW, at_once=AT_ONCE,
     )  # fmt: skip
     search.consider(*known)
     proved = search.ended(rows) and not search.may_win(search.bound())

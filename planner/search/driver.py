@@ -24,7 +24,14 @@ from autoparallel.planner.search.headway import Headway
 from autoparallel.planner.search.improve.climb import Climb
 from autoparallel.planner.search.improve.details import improve_details
 from autoparallel.planner.search.improve.partitions import move_blocks, solve_partition
-from autoparallel.planner.search.improve.starts import Promises, smallest_first, starts, unpipelined
+from autoparallel.planner.search.improve.starts import (
+    WIDE,
+    Breadth,
+    Promises,
+    smallest_first,
+    starts,
+    unpipelined,
+)
 from autoparallel.planner.search.partition.problem import has_choice
 from autoparallel.planner.search.partition.solve import EFFORT
 from autoparallel.planner.search.simulations import Simulations
@@ -80,7 +87,7 @@ class Search:
     only: Callable[[Variants, Shapes], Bools] | None = None  # variants to look at; all if None
     most_actions: int | None = None  # variants with larger schedules are left open
     at_once: int = SHAPES_AT_ONCE
-    most_groups: int | None = None  # sizes of pp, tp and cp that are looked at before the search proper
+    breadth: Breadth = WIDE  # of what is looked at before the search proper
     below: InitVar[Value] = NOTHING  # of a strategy that is known elsewhere: what is no better is not wanted
     rival: Value = (
         NOTHING  # likewise, but some strategy is wanted all the same: it counts once there are starts
@@ -251,15 +258,13 @@ class Search:
     def _start(self) -> Iterator[None]:
         """Simulate easily found partitions of promising variants, so that the rest has something to be measured by; before each it
         may be stopped."""
-        alone, looked_at = unpipelined(self.dual.upcoming, self.only)
+        alone, looked_at = unpipelined(self.dual.upcoming, self.only, self.breadth)
         self.sims.work += spending.PER_START * looked_at
         for chosen, bound_s in alone[: ALONE_EACH * self.starts]:
             yield
             if bound_s < self.sims.below_s(chosen.mesh.devices):
                 self.sims.try_quickly(chosen)
-        promises, large, looked_at = starts(
-            self.dual.upcoming, self.only, self.most_actions, self.most_groups
-        )
+        promises, large, looked_at = starts(self.dual.upcoming, self.only, self.most_actions, self.breadth)
         self.sims.work += spending.PER_START * looked_at
         left, found, in_vain = self.starts, set[object](), False
         for promised in promises:

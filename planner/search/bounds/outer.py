@@ -20,6 +20,7 @@ from autoparallel.planner.search.bounds.rows import Rows
 from autoparallel.planner.search.bounds.settings import SettingPrices
 from autoparallel.planner.search.bounds.tables import PriceTable, kinds_that_count
 from autoparallel.planner.search.bounds.variants import (
+    CLOSE,
     Bounds,
     communicated_s,
     quick_bounds,
@@ -252,10 +253,12 @@ def _bound_families(
     return least_s
 
 
-def bound_variants(outer: Outer, found: Variants, below_s: float, *, memory: bool = False) -> Bounds:
-    """Bounds of variants: their communication is priced once per distinct setting."""
+def bound_variants(
+    outer: Outer, found: Variants, below_s: float, *, memory: bool = False, close: float = CLOSE
+) -> Bounds:
+    """Bounds of variants, as `close` as that: their communication is priced once per distinct setting."""
     rows = rows_of(outer, found)
-    bounds = variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=memory)
+    bounds = variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=memory, close=close)
     if outer.pace is None:
         return bounds
     return no_faster_than(bounds, rows.shapes, rows.table, outer.pace[:, found.shape])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import ceil, inf
 
 import numpy as np
@@ -17,14 +18,10 @@ from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike,
 from autoparallel.planner.search.space.shapes import Shapes
 
 SHAPES_EACH = 2  # shapes of each size of pp, tp, cp and the micro-batch looked at
-VARIANTS_EACH = 12  # of these shapes' variants, that are bounded rank by rank
 SMALLEST_EACH = 2  # variants of each size tried where nothing fits so far
 UNPIPELINED = 16  # variants without a pipeline that are simulated
-UNPIPELINED_SHAPES = 384  # whose variants are bounded for it,
-UNPIPELINED_BOUNDED = 4096  # the first of these rank by rank
 FEWER = 0.25  # of each of these for a number of devices that is not the most promising one's. Kind: choice
-MOST_SHAPES = 512  # in all whose variants are bounded to start with a pipeline
-MOST_VARIANTS = 150_000  # of these: half a second. Kind: measured
+ROUGH = 0.01  # share to which bounds tell which of them is tried first. Kind: choice
 MOST_ACTIONS = 8_000  # of a schedule: larger ones take over a tenth of a second to lay out, and
 MOST_LARGE = 40_000  # still larger ones over a second. Kind: measured
 
@@ -32,22 +29,41 @@ MOST_LARGE = 40_000  # still larger ones over a second. Kind: measured
 Promises = list[list[tuple[Candidate, float]]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breadth:
+    """How much is looked at for strategies to start from."""
+
+    sizes: int | None  # of pp, tp and cp; all of them if None
+    shapes: int  # of these whose variants are bounded, with a pipeline,
+    variants: int  # and of these the most
+    each: int  # variants of each size and micro-batch that are bounded rank by rank
+    alone: int  # shapes without a pipeline whose variants are bounded,
+    alone_bounded: int  # the first of these rank by rank
+
+
+WIDE = Breadth(
+    sizes=None, shapes=512, variants=150_000, each=12, alone=384, alone_bounded=4096
+)  # a second. Kind: measured
+NARROW = Breadth(
+    sizes=8, shapes=64, variants=15_000, each=12, alone=48, alone_bounded=512
+)  # for what is only told beside the answer
+
+
 def starts(
     upcoming: Upcoming,
     only: Callable[[Variants, Shapes], Bools] | None,
     most_actions: int | None,
-    most_groups: int | None,
+    breadth: Breadth,
 ) -> tuple[Promises, Promises, int]:
     """For each size of pp, tp and cp (and of the mesh, where costs count), of the variants of its most promising shapes those with the least bounds, and these
     bounds: the best of each micro-batch, as what fits depends on that; the most promising size first. Likewise of those whose
-    schedules take long to lay out, unless `most_actions` says how long these may be. And how many variants were looked at. Not
-    more than `most_groups` sizes."""
+    schedules take long to lay out, unless `most_actions` says how long these may be. And how many variants were looked at."""
     outer, space = upcoming.outer, upcoming.outer.space
     sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
     # Of fewer devices each size costs less, if it fits there, and may take less time.
     if outer.problem.objective != Objective.MEMORY:
         sizes = joined(sizes, space.shapes.devices)
-    found, bounds = expand_quickly(outer, _first_shapes(upcoming, sizes, most_groups))
+    found, bounds = expand_quickly(outer, _first_shapes(upcoming, sizes, breadth))
     chunks = space.shapes.pp[found.shape] * found.virtual_stages
     actions = 2 * chunks * space.shapes.micro_batches[found.shape]
     open_ = np.isfinite(bounds.time_s)
@@ -57,18 +73,19 @@ def starts(
     few = actions <= (most_actions or MOST_ACTIONS)
     large = ~few & (actions <= MOST_LARGE) & (most_actions is None)
     first, then = (
-        _promises(outer, found, bounds.time_s, np.flatnonzero(open_ & some), sizes) for some in (few, large)
+        _promises(outer, found, bounds.time_s, np.flatnonzero(open_ & some), sizes, breadth.each)
+        for some in (few, large)
     )
     return first, then, len(found)
 
 
-def _promises(outer: Outer, found: Variants, time_s: Floats, kept: Ints, sizes: Ints) -> Promises:
+def _promises(outer: Outer, found: Variants, time_s: Floats, kept: Ints, sizes: Ints, each: int) -> Promises:
     """Of the variants `kept`, which take so long at least, those that promise most."""
     space = outer.space
     kept = kept[_order(outer, found.shape[kept], time_s[kept])]
     both = joined(sizes[found.shape[kept]], space.shapes.micro[found.shape[kept]])
-    kept = first_of_each(both, kept, VARIANTS_EACH)
-    time_s = bound_variants(outer, found.take(kept), inf).time_s
+    kept = first_of_each(both, kept, each)
+    time_s = bound_variants(outer, found.take(kept), inf, close=ROUGH).time_s
     best = _order(outer, found.shape[kept], time_s)
     best = best[np.isfinite(time_s[best])]
     owners = found.shape[kept[best]]
@@ -88,14 +105,14 @@ def _promises(outer: Outer, found: Variants, time_s: Floats, kept: Ints, sizes: 
 
 
 def unpipelined(
-    upcoming: Upcoming, only: Callable[[Variants, Shapes], Bools] | None
+    upcoming: Upcoming, only: Callable[[Variants, Shapes], Bools] | None, breadth: Breadth
 ) -> tuple[list[tuple[Candidate, float]], int]:
     """Variants without a pipeline, with their bounds, the least one first; and how many were looked at. There bounds are close and
     a simulation takes no time, so that several of each mesh are tried: with the same ZeRO level, recomputation and micro-batch
     the one with the least bound."""
     outer, space = upcoming.outer, upcoming.outer.space
     rows = upcoming.rows[space.shapes.pp[upcoming.rows] == 1]
-    rows = rows[_first_of_counts(outer, rows, UNPIPELINED_SHAPES)]
+    rows = rows[_first_of_counts(outer, rows, breadth.alone)]
     found, bounds = expand_quickly(outer, rows)
     open_ = np.isfinite(bounds.time_s)
     if only is not None:
@@ -103,8 +120,8 @@ def unpipelined(
     near = open_ & (outer.communication.inner_placements(found) == 0)  # elsewhere prices are not known yet
     kept = np.flatnonzero(near if near.any() else open_)
     kept = kept[_order(outer, found.shape[kept], bounds.time_s[kept])]
-    kept = kept[_first_of_counts(outer, found.shape[kept], UNPIPELINED_BOUNDED)]
-    time_s = bound_variants(outer, found.take(kept), inf).time_s
+    kept = kept[_first_of_counts(outer, found.shape[kept], breadth.alone_bounded)]
+    time_s = bound_variants(outer, found.take(kept), inf, close=ROUGH).time_s
     best = _order(outer, found.shape[kept], time_s)
     best = best[np.isfinite(time_s[best])]
     tried = found.take(kept[best])
@@ -141,7 +158,7 @@ def smallest_first(
     if by_schedule:
         groups = alike(groups, found.schedule, found.virtual_stages)[1]
     smallest = found.take(first_of_each(groups[order], order, SMALLEST_EACH))
-    time_s = bound_variants(outer, smallest, inf).time_s
+    time_s = bound_variants(outer, smallest, inf, close=ROUGH).time_s
     best = _order(outer, smallest.shape, time_s)
     return [(candidate(space, smallest, int(at)), float(time_s[at])) for at in best]
 
@@ -164,15 +181,15 @@ def _first_of_counts(outer: Outer, shapes: Ints, number: int) -> Ints:
     return np.flatnonzero(_place_of_each(devices) < most)
 
 
-def _first_shapes(upcoming: Upcoming, sizes: Ints, most_groups: int | None) -> Ints:
+def _first_shapes(upcoming: Upcoming, sizes: Ints, breadth: Breadth) -> Ints:
     both = joined(sizes[upcoming.rows], upcoming.outer.space.shapes.micro[upcoming.rows])
-    rows = first_of_each(both, upcoming.rows, SHAPES_EACH)[:MOST_SHAPES]
+    rows = first_of_each(both, upcoming.rows, SHAPES_EACH)
+    if breadth.sizes is not None:
+        groups, first = np.unique(sizes[rows], return_index=True)
+        rows = rows[np.isin(sizes[rows], groups[np.argsort(first)][: breadth.sizes])]
+    rows = rows[: breadth.shapes]
     counts = upcoming.outer.counts[rows]
-    rows = np.asarray(rows[np.cumsum(counts) <= max(MOST_VARIANTS, counts.max(initial=0))])
-    if most_groups is None:
-        return rows
-    groups, first = np.unique(sizes[rows], return_index=True)
-    return np.asarray(rows[np.isin(sizes[rows], groups[np.argsort(first)][:most_groups])])
+    return np.asarray(rows[np.cumsum(counts) <= max(breadth.variants, counts.max(initial=0))])
 
 
 def first_of_each(groups: Ints, rows: Ints, number: int) -> Ints:
