@@ -65,9 +65,11 @@ def _until(true: Callable[[], bool], said: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_a_replica_drops_out_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_replica_drops_out_and_comes_back(tmp_path: Path, processes: int) -> None:
     pytest.importorskip("torchft")
-    processes, mesh = 2, "dp_shard = 2\n[shard]\nzero = 3\n"
+    mesh = f"dp_shard = {processes}\n[shard]\nzero = {3 if processes > 1 else 0}\n"
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
