@@ -32,7 +32,7 @@ CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 ALIKE = ("mistral", "qwen2")  # fold as llama and qwen3 do
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [name for name in (*NAMES, *EXAMPLES) if name not in ALIKE])
 def test_folded_capture_equals_the_full_one(name: str) -> None:
     module, inputs = any_small(name, layers=10)  # of fewer, what does not fold at first sight is not folded

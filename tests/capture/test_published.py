@@ -33,7 +33,7 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_published_model_has_its_published_size(name: str) -> None:
     model = load_model(f"hf:{CONFIGS / f'{name}.json'}", model_args={}, seq_len=64)
