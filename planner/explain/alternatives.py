@@ -15,15 +15,15 @@ from autoparallel.planner.explain.reasons import alternative
 from autoparallel.planner.outcome import Alternative
 from autoparallel.planner.problem import objective_value
 from autoparallel.planner.score import score
-from autoparallel.planner.search.bounds.outer import Outer, expand_shapes
+from autoparallel.planner.search.bounds.outer import Outer, expand_quickly, expand_shapes
 from autoparallel.planner.search.driver import Search, after
 from autoparallel.planner.search.evaluate import Evaluation
-from autoparallel.planner.search.improve.starts import NARROW
+from autoparallel.planner.search.improve.starts import NARROW, first_of_each
 from autoparallel.planner.search.partition.problem import Partition
 from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import SCHEDULES, Space, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
-from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.space.meshes import Bools, Ints, joined
 from autoparallel.planner.search.space.shapes import MODES, Shapes
 from autoparallel.planner.side_by_side import side_by_side
 from autoparallel.planner.strategy.types import Offload, Strategy
@@ -35,7 +35,16 @@ EXPLAINED_WORK = 100.0  # where the user asks for an explanation
 WORK_WHEN_STOPPED = 10.0  # where the user's time is over
 MOST_ACTIONS = 6_000  # of a schedule that is laid out for an alternative
 AT_ONCE = 48  # shapes of a kind expanded together
-STARTS_OF_KIND = 2  # strategies of a kind simulated before its search
+STARTS_OF_KIND = 2  # strategies of a kind simulated before its search,
+NEAREST, NEAREST_TRIED, NEAREST_FITTING = (
+    3,
+    5,
+    2,
+)  # and shapes like the chosen one, variants of these tried, enough that fit
+COMPARED = (
+    "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro", "sequence_parallel", "recompute",
+    "optimizer_offloaded", "activations_offloaded",
+)  # fmt: skip
 SMALLEST = 1  # shapes of a kind that does not fit, of which the smallest is shown
 FEW = 10_000  # variants, whose kinds are searched sooner than another process is started. Kind: measured
 EFFORT = 0.02  # of each stage problem: what is shown beside the answer need not be proved
@@ -193,7 +202,7 @@ def _best_of(
     if known and work <= WORK_WHEN_STOPPED:  # the search has looked at it no less than at the answer
         best_of = min(known, key=partial(objective_value, outer.problem))
         return rejected(best_of.strategy, proved=False)
-    found, proved = _searched(outer, kind, rows, known, work)
+    found, proved = _searched(outer, kind, rows, known, work, best.strategy)
     if found is not None:
         return rejected(found.strategy, proved=proved)
     order = outer.best_first(_leanest(outer.space.shapes, rows), SMALLEST, by_memory=True)
@@ -209,7 +218,7 @@ def _leanest(shapes: Shapes, rows: Ints) -> Ints:
 
 
 def _searched(
-    outer: Outer, kind: Kind, rows: Ints, known: Sequence[Evaluation], work: float
+    outer: Outer, kind: Kind, rows: Ints, known: Sequence[Evaluation], work: float, chosen: Strategy
 ) -> tuple[Evaluation | None, bool]:
     """The best strategy of some shapes of a kind after so much work, and whether it is proved to be."""
     search = Search(
@@ -217,22 +226,49 @@ def _searched(
         climbs=False, most_actions=MOST_ACTIONS, breadth=NARROW, at_once=AT_ONCE,
     )  # fmt: skip
     search.consider(*known)
+    fitting = 0
+    for near in _nearest(outer, kind, rows, chosen):
+        fitting += search.sims.try_quickly(near) is not None
+        if fitting == NEAREST_FITTING:
+            break
     proved = search.ended(rows) and not search.may_win(search.bound())
     return search.incumbent, proved
 
 
+def _nearest(outer: Outer, kind: Kind, rows: Ints, chosen: Strategy) -> list[Candidate]:
+    """Of the shapes of a kind that differ from the chosen strategy in the fewest keys the best variant of each level of ZeRO, the
+    least bound first."""
+    shapes, own = outer.space.shapes, _shape_of(chosen)
+    differing = sum((getattr(shapes, key)[rows] != own[key]).astype(np.int64) for key in COMPARED)
+    near = outer.best_first(rows[differing == np.min(differing)], NEAREST)
+    found, bounds = expand_quickly(outer, near)
+    of = shapes.take(found.shape)
+    open_ = np.isfinite(bounds.time_s) & (2 * of.pp * found.virtual_stages * of.micro_batches <= MOST_ACTIONS)
+    open_ &= outer.communication.inner_placements(found) == 0
+    if kind.variants is not None:
+        open_ &= kind.variants(found, of)
+    order = np.flatnonzero(open_)
+    order = order[np.argsort(bounds.time_s[order], kind="stable")]
+    first = first_of_each(joined(found.shape[order], found.zero[order]), order, 1)
+    return [candidate(outer.space, found, row) for row in first[:NEAREST_TRIED].tolist()]
+
+
 def _belongs(kind: Kind, strategy: Strategy) -> bool:
     """Whether a strategy is of a kind."""
+    shapes = Shapes(**{name: np.array([value]) for name, value in _shape_of(strategy).items()})
+    return bool(kind.shapes(shapes)[0]) and kind.says(strategy)
+
+
+def _shape_of(strategy: Strategy) -> dict[str, float]:
+    """A strategy's shape by the names of `Shapes`."""
     mesh = strategy.mesh
-    row = {
+    return {
         "mesh": 0, "pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "cp": mesh.cp,
         "tp": mesh.tp, "ep": mesh.ep, "micro": strategy.batch.micro, "micro_batches": strategy.micro_batches,
         "sequence_parallel": int(strategy.shard.sequence_parallel),
         "recompute": MODES.index(strategy.recompute.mode),
         "optimizer_offloaded": strategy.offload.optimizer, "activations_offloaded": strategy.offload.activations,
     }  # fmt: skip
-    shapes = Shapes(**{name: np.array([value]) for name, value in row.items()})
-    return bool(kind.shapes(shapes)[0]) and kind.says(strategy)
 
 
 def smallest(
