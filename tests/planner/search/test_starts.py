@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.outer import outer_of
-from autoparallel.planner.search.improve.starts import in_turns, starts, unpipelined
+from autoparallel.planner.search.improve.starts import WIDE, in_turns, starts, unpipelined
 from autoparallel.planner.search.open import Upcoming
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
@@ -26,9 +26,9 @@ def test_every_number_of_devices_is_started_from_where_time_counts() -> None:
     upcoming.begin(None)
     counts = {int(n) for n in np.unique(outer.space.shapes.devices)}
     assert counts == {8, 256}
-    alone, _ = unpipelined(upcoming, None)
+    alone, _ = unpipelined(upcoming, None, WIDE)
     assert {chosen.mesh.devices for chosen, _ in alone} == counts
-    promises, _, _ = starts(upcoming, None, None, None)
+    promises, _, _ = starts(upcoming, None, None, WIDE)
     first = [promised[0][0].mesh.devices for promised in promises[: len(counts)]]
     assert sorted(first) == sorted(counts), "one of each before any other"
 
