@@ -35,12 +35,9 @@ EXPLAINED_WORK = 100.0  # where the user asks for an explanation
 WORK_WHEN_STOPPED = 10.0  # where the user's time is over
 MOST_ACTIONS = 6_000  # of a schedule that is laid out for an alternative
 AT_ONCE = 48  # shapes of a kind expanded together
-STARTS_OF_KIND = 2  # strategies of a kind simulated before its search,
-NEAREST, NEAREST_TRIED, NEAREST_FITTING = (
-    3,
-    5,
-    2,
-)  # and shapes like the chosen one, variants of these tried, enough that fit
+STARTS_OF_KIND = 2  # strategies of a kind simulated before its search
+NEAREST = 3  # shapes of a kind like the chosen one whose variants are simulated before these,
+NEAREST_TRIED, NEAREST_FITTING = 5, 2  # so many at most, until so many fit
 COMPARED = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro", "sequence_parallel", "recompute",
     "optimizer_offloaded", "activations_offloaded",

@@ -18,6 +18,7 @@ from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike,
 from autoparallel.planner.search.space.shapes import Shapes
 
 SHAPES_EACH = 2  # shapes of each size of pp, tp, cp and the micro-batch looked at
+VARIANTS_EACH = 12  # of these shapes' variants, that are bounded rank by rank
 SMALLEST_EACH = 2  # variants of each size tried where nothing fits so far
 UNPIPELINED = 16  # variants without a pipeline that are simulated
 FEWER = 0.25  # of each of these for a number of devices that is not the most promising one's. Kind: choice
@@ -36,17 +37,14 @@ class Breadth:
     sizes: int | None  # of pp, tp and cp; all of them if None
     shapes: int  # of these whose variants are bounded, with a pipeline,
     variants: int  # and of these the most
-    each: int  # variants of each size and micro-batch that are bounded rank by rank
     alone: int  # shapes without a pipeline whose variants are bounded,
     alone_bounded: int  # the first of these rank by rank
 
 
-WIDE = Breadth(
-    sizes=None, shapes=512, variants=150_000, each=12, alone=384, alone_bounded=4096
-)  # a second. Kind: measured
-NARROW = Breadth(
-    sizes=8, shapes=64, variants=15_000, each=12, alone=48, alone_bounded=512
-)  # for what is only told beside the answer
+# A second's work. Kind: measured
+WIDE = Breadth(sizes=None, shapes=512, variants=150_000, alone=384, alone_bounded=4096)
+# For what is only told beside the answer. Kind: choice
+NARROW = Breadth(sizes=8, shapes=64, variants=15_000, alone=48, alone_bounded=512)
 
 
 def starts(
@@ -73,18 +71,17 @@ def starts(
     few = actions <= (most_actions or MOST_ACTIONS)
     large = ~few & (actions <= MOST_LARGE) & (most_actions is None)
     first, then = (
-        _promises(outer, found, bounds.time_s, np.flatnonzero(open_ & some), sizes, breadth.each)
-        for some in (few, large)
+        _promises(outer, found, bounds.time_s, np.flatnonzero(open_ & some), sizes) for some in (few, large)
     )
     return first, then, len(found)
 
 
-def _promises(outer: Outer, found: Variants, time_s: Floats, kept: Ints, sizes: Ints, each: int) -> Promises:
+def _promises(outer: Outer, found: Variants, time_s: Floats, kept: Ints, sizes: Ints) -> Promises:
     """Of the variants `kept`, which take so long at least, those that promise most."""
     space = outer.space
     kept = kept[_order(outer, found.shape[kept], time_s[kept])]
     both = joined(sizes[found.shape[kept]], space.shapes.micro[found.shape[kept]])
-    kept = first_of_each(both, kept, each)
+    kept = first_of_each(both, kept, VARIANTS_EACH)
     time_s = bound_variants(outer, found.take(kept), inf, close=ROUGH).time_s
     best = _order(outer, found.shape[kept], time_s)
     best = best[np.isfinite(time_s[best])]
