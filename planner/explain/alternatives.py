@@ -18,11 +18,11 @@ from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import Outer, expand_quickly, expand_shapes
 from autoparallel.planner.search.driver import Search, after
 from autoparallel.planner.search.evaluate import Evaluation
-from autoparallel.planner.search.improve.starts import NARROW, first_of_each
+from autoparallel.planner.search.improve.starts import NARROW, are_open, first_of_each
 from autoparallel.planner.search.partition.problem import Partition
 from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import SCHEDULES, Space, Variants
-from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.search.space.candidates import Candidate, candidate, shape_keys, strategy_of
 from autoparallel.planner.search.space.meshes import Bools, Ints, joined
 from autoparallel.planner.search.space.shapes import MODES, Shapes
 from autoparallel.planner.side_by_side import side_by_side
@@ -38,10 +38,6 @@ AT_ONCE = 48  # shapes of a kind expanded together
 STARTS_OF_KIND = 2  # strategies of a kind simulated before its search
 NEAREST = 3  # shapes of a kind like the chosen one whose variants are simulated before these,
 NEAREST_TRIED, NEAREST_FITTING = 5, 2  # so many at most, until so many fit
-COMPARED = (
-    "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro", "sequence_parallel", "recompute",
-    "optimizer_offloaded", "activations_offloaded",
-)  # fmt: skip
 SMALLEST = 1  # shapes of a kind that does not fit, of which the smallest is shown
 FEW = 10_000  # variants, whose kinds are searched sooner than another process is started. Kind: measured
 EFFORT = 0.02  # of each stage problem: what is shown beside the answer need not be proved
@@ -226,7 +222,7 @@ def _searched(
     fitting = 0
     for near in _nearest(outer, kind, rows, chosen):
         fitting += search.sims.try_quickly(near) is not None
-        if fitting == NEAREST_FITTING:
+        if fitting == NEAREST_FITTING or search.work >= work:
             break
     proved = search.ended(rows) and not search.may_win(search.bound())
     return search.incumbent, proved
@@ -235,15 +231,13 @@ def _searched(
 def _nearest(outer: Outer, kind: Kind, rows: Ints, chosen: Strategy) -> list[Candidate]:
     """Of the shapes of a kind that differ from the chosen strategy in the fewest keys the best variant of each level of ZeRO, the
     least bound first."""
-    shapes, own = outer.space.shapes, _shape_of(chosen)
-    differing = sum((getattr(shapes, key)[rows] != own[key]).astype(np.int64) for key in COMPARED)
-    near = outer.best_first(rows[differing == np.min(differing)], NEAREST)
+    shapes, differing = outer.space.shapes, np.zeros(len(rows), dtype=np.int64)
+    for key, value in _keys_of(chosen).items():
+        differing += getattr(shapes, key)[rows] != value
+    near = outer.best_first(rows[differing == differing.min()], NEAREST)
     found, bounds = expand_quickly(outer, near)
-    of = shapes.take(found.shape)
-    open_ = np.isfinite(bounds.time_s) & (2 * of.pp * found.virtual_stages * of.micro_batches <= MOST_ACTIONS)
+    open_ = are_open(outer, found, bounds, kind.variants) & (outer.space.actions(found) <= MOST_ACTIONS)
     open_ &= outer.communication.inner_placements(found) == 0
-    if kind.variants is not None:
-        open_ &= kind.variants(found, of)
     order = np.flatnonzero(open_)
     order = order[np.argsort(bounds.time_s[order], kind="stable")]
     first = first_of_each(joined(found.shape[order], found.zero[order]), order, 1)
@@ -252,20 +246,15 @@ def _nearest(outer: Outer, kind: Kind, rows: Ints, chosen: Strategy) -> list[Can
 
 def _belongs(kind: Kind, strategy: Strategy) -> bool:
     """Whether a strategy is of a kind."""
-    shapes = Shapes(**{name: np.array([value]) for name, value in _shape_of(strategy).items()})
+    row = {"mesh": 0, "micro_batches": strategy.micro_batches, **_keys_of(strategy)}
+    shapes = Shapes(**{name: np.array([value]) for name, value in row.items()})
     return bool(kind.shapes(shapes)[0]) and kind.says(strategy)
 
 
-def _shape_of(strategy: Strategy) -> dict[str, float]:
-    """A strategy's shape by the names of `Shapes`."""
-    mesh = strategy.mesh
-    return {
-        "mesh": 0, "pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "cp": mesh.cp,
-        "tp": mesh.tp, "ep": mesh.ep, "micro": strategy.batch.micro, "micro_batches": strategy.micro_batches,
-        "sequence_parallel": int(strategy.shard.sequence_parallel),
-        "recompute": MODES.index(strategy.recompute.mode),
-        "optimizer_offloaded": strategy.offload.optimizer, "activations_offloaded": strategy.offload.activations,
-    }  # fmt: skip
+def _keys_of(strategy: Strategy) -> dict[str, float]:
+    """What tells a strategy's shape from others."""
+    micro, mode = strategy.batch.micro, strategy.recompute.mode
+    return shape_keys(strategy.mesh, micro, strategy.shard.sequence_parallel, mode, strategy.offload)
 
 
 def smallest(
@@ -279,10 +268,9 @@ def smallest(
     schedules have more actions than asked for."""
     rows = rows[np.isfinite(outer.bounds.time_s[rows])]  # of others not even one block fits
     found, bounds = expand_shapes(outer, rows, inf, memory=True)
-    shapes = outer.space.shapes.take(found.shape)
-    fits = 2 * shapes.pp * found.virtual_stages * shapes.micro_batches <= most_actions
+    fits = outer.space.actions(found) <= most_actions
     if belongs is not None:
-        fits &= belongs(found, shapes)
+        fits &= belongs(found, outer.space.shapes.take(found.shape))
     index = np.flatnonzero(fits)
     if not len(index):
         return None

@@ -71,7 +71,7 @@ def _serve(rank: int, world_size: int, store_path: str, pipe: Connection) -> Non
 
 def _share_one_loop() -> None:
     """One thread of this process serves the sockets of all of its groups. (torch gives a thread to each group, which looks for
-    events a hundred times a second, also where there are none: twelve idle ranks with thirty groups each took half a core.)"""
+    events a hundred times a second, also where there are none: twelve idle ranks with thirty groups each took two thirds of a core.)"""
     from torch.distributed import ProcessGroupGloo, distributed_c10d
 
     device = ProcessGroupGloo.create_default_device()

@@ -18,7 +18,7 @@ from autoparallel.planner.problem import Objective, Value, objective_value
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import bound_variants, quickly_bounded
 from autoparallel.planner.search.improve.neighbours import beside, key_changed, neighbours, one_key_apart
-from autoparallel.planner.search.improve.starts import first_of_each, in_turns
+from autoparallel.planner.search.improve.starts import are_open, first_of_each, in_turns
 from autoparallel.planner.search.open import shape_values, values_of
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.build import SCHEDULES, Variants, variants
@@ -195,10 +195,8 @@ class Climb:
         shapes = outer.space.shapes
         bounds = quickly_bounded(outer, found)
         self.sims.work += spending.PER_VARIANT * len(found)
-        actions = 2 * shapes.pp[found.shape] * found.virtual_stages * shapes.micro_batches[found.shape]
-        open_ = np.isfinite(bounds.time_s) & (actions <= (self.most_actions or MOST_ACTIONS))
-        if self.only is not None:
-            open_ &= self.only(found, shapes.take(found.shape))
+        open_ = are_open(outer, found, bounds, self.only)
+        open_ &= outer.space.actions(found) <= (self.most_actions or MOST_ACTIONS)
         values = values_of(outer.problem, bounds, shapes.devices[found.shape])
         kept = np.flatnonzero(open_ & self.sims.rows_that_may_win(values))
         kept = kept[np.argsort(values.first[kept], kind="stable")][:MOST_BOUNDED]

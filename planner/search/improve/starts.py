@@ -62,11 +62,7 @@ def starts(
     if outer.problem.objective != Objective.MEMORY:
         sizes = joined(sizes, space.shapes.devices)
     found, bounds = expand_quickly(outer, _first_shapes(upcoming, sizes, breadth))
-    chunks = space.shapes.pp[found.shape] * found.virtual_stages
-    actions = 2 * chunks * space.shapes.micro_batches[found.shape]
-    open_ = np.isfinite(bounds.time_s)
-    if only is not None:
-        open_ &= only(found, space.shapes.take(found.shape))
+    actions, open_ = space.actions(found), are_open(outer, found, bounds, only)
     open_ &= outer.communication.inner_placements(found) == 0
     few = actions <= (most_actions or MOST_ACTIONS)
     large = ~few & (actions <= MOST_LARGE) & (most_actions is None)
@@ -111,9 +107,7 @@ def unpipelined(
     rows = upcoming.rows[space.shapes.pp[upcoming.rows] == 1]
     rows = rows[_first_of_counts(outer, rows, breadth.alone)]
     found, bounds = expand_quickly(outer, rows)
-    open_ = np.isfinite(bounds.time_s)
-    if only is not None:
-        open_ &= only(found, space.shapes.take(found.shape))
+    open_ = are_open(outer, found, bounds, only)
     near = open_ & (outer.communication.inner_placements(found) == 0)  # elsewhere prices are not known yet
     kept = np.flatnonzero(near if near.any() else open_)
     kept = kept[_order(outer, found.shape[kept], bounds.time_s[kept])]
@@ -144,11 +138,7 @@ def smallest_first(
     rows = outer.best_first(upcoming.rows, len(upcoming.rows), by_memory=True)
     sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
     found, bounds = expand_quickly(outer, first_of_each(sizes[rows], rows, SMALLEST_EACH))
-    chunks = space.shapes.pp[found.shape] * found.virtual_stages
-    actions = 2 * chunks * space.shapes.micro_batches[found.shape]
-    open_ = np.isfinite(bounds.time_s) & (actions <= (most_actions or MOST_ACTIONS))
-    if only is not None:
-        open_ &= only(found, space.shapes.take(found.shape))
+    open_ = are_open(outer, found, bounds, only) & (space.actions(found) <= (most_actions or MOST_ACTIONS))
     found = found.take(np.flatnonzero(open_))
     order = np.argsort(bound_variants(outer, found, 0.0, memory=True).memory_bytes, kind="stable")
     groups = sizes[found.shape]
@@ -187,6 +177,14 @@ def _first_shapes(upcoming: Upcoming, sizes: Ints, breadth: Breadth) -> Ints:
     rows = rows[: breadth.shapes]
     counts = upcoming.outer.counts[rows]
     return np.asarray(rows[np.cumsum(counts) <= max(breadth.variants, counts.max(initial=0))])
+
+
+def are_open(
+    outer: Outer, found: Variants, bounds: Bounds, only: Callable[[Variants, Shapes], Bools] | None
+) -> Bools:
+    """Which variants may be strategies at all, of those that are looked at (all if None)."""
+    open_ = np.isfinite(bounds.time_s)
+    return open_ if only is None else open_ & only(found, outer.space.shapes.take(found.shape))
 
 
 def first_of_each(groups: Ints, rows: Ints, number: int) -> Ints:

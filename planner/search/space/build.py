@@ -146,6 +146,11 @@ class Space:
         """Whether a compression is one of those with a second copy, which few variants have."""
         return self.copy_fixed is None and self.compressions[compression].copied is not None
 
+    def actions(self, found: Variants) -> Ints:
+        """Forwards and backwards of each variant's schedule."""
+        shapes, of = self.shapes, found.shape
+        return np.asarray(2 * shapes.pp[of] * found.virtual_stages * shapes.micro_batches[of])
+
     def secondary(self, found: Variants) -> Ints:
         """The ranks that share a second copy of each variant's parameters; 0 where there is none."""
         ranks = np.zeros(len(found), dtype=np.int64)

@@ -168,14 +168,20 @@ def rules_of(problem: Problem) -> tuple[TensorRule, ...]:
     return rules
 
 
+def shape_keys(
+    mesh: Mesh, micro: int, sequence_parallel: bool, mode: str, offload: Offload
+) -> dict[str, float]:
+    """What tells a shape from others, by the columns of `Shapes`."""
+    keys: dict[str, float] = {"micro": micro} | {key: getattr(mesh, key) for key in MESH_KEYS}
+    keys |= {"sequence_parallel": sequence_parallel, "recompute": MODES.index(mode)}
+    return keys | {"optimizer_offloaded": offload.optimizer, "activations_offloaded": offload.activations}
+
+
 def shape_row(
     shapes: Shapes, mesh: Mesh, micro: int, sequence_parallel: bool, mode: str, offload: Offload
 ) -> int | None:
     """The row of a shape; None where the space does not have it."""
-    wanted: dict[str, float] = {"micro": micro} | {key: getattr(mesh, key) for key in MESH_KEYS}
-    wanted |= {"sequence_parallel": sequence_parallel, "recompute": MODES.index(mode)}
-    wanted |= {"optimizer_offloaded": offload.optimizer, "activations_offloaded": offload.activations}
     rows = np.arange(len(shapes))
-    for name, value in wanted.items():
+    for name, value in shape_keys(mesh, micro, sequence_parallel, mode, offload).items():
         rows = rows[getattr(shapes, name)[rows] == value]
     return int(rows[0]) if len(rows) else None
