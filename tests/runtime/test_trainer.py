@@ -80,14 +80,16 @@ class Machines:
         for agent in self.agents:
             agent.kill()
 
-    def alive(self) -> set[int]:
-        """Workers that are still there."""
-        return {
-            p for entry in self.steps_done() if Path(f"/proc/{(p := entry['pid'])}").exists() and not _gone(p)
-        }
+    def until(self, ready: Callable[[], bool]) -> None:
+        self.wait(lambda _: ready())
+
+    def alive(self, step: int = 1) -> set[int]:
+        """Workers that have done `step`, or one after it, and are still there."""
+        return {e["pid"] for e in self.steps_done() if e["step"] >= step and not _gone(e["pid"])}
 
 
 def _gone(pid: int) -> bool:
+    """No such process any more, or only its status."""
     try:
         return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -186,22 +188,23 @@ def test_machines_come_and_go_and_ranks_are_killed(tmp_path: Path, straight: lis
         "those who were here saved before they joined"
     )
     (tmp_path / "hold-1").write_text("6")
-    second.kill()  # the machine is gone, and its process with it
+    second.kill()  # the machine is gone, and its process with it: before the other goes on, which is held until then
+    second.wait()
+    run.until(lambda: len(run.alive()) == 1)
     (tmp_path / "hold-2").unlink()
     run.wait(lambda done: any(e["world"] == 1 and e["step"] >= 6 for e in done))
     run.stop()  # all at once
     said = run.agents[0].communicate()[0]
     assert "rank 1 (process " in said
     assert "has ended or is frozen, last seen in step" in said, said
-    time.sleep(0.5)
-    assert not run.alive(), "no process is left behind"
+    run.until(lambda: not run.alive())  # no process is left behind
 
     run.agents.clear()
     (tmp_path / "strategy-2.toml").write_text(PIPELINE)
     (tmp_path / "hold-2").write_text("9")
     last = run.start("--nproc-per-node", "2", "--grace", "1", timeout_s=10.0)
-    done = run.wait(lambda done: sum(e["world"] == 2 and e["step"] == 9 for e in done) == 2)
-    frozen = max(e["pid"] for e in done if e["step"] == 9 and e["world"] == 2)
+    run.wait(lambda _: len(run.alive(9)) == 2)
+    frozen = max(run.alive(9))
     os.kill(frozen, signal.SIGSTOP)
     (tmp_path / "hold-2").unlink()
     said, _ = last.communicate(timeout=WAIT_S)
