@@ -31,15 +31,14 @@ from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.planner.strategy.write import write_text
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.likest import device_of_hardware
+from autoparallel.runtime.capabilities.models import check_model, model_limits, refused_model
 from autoparallel.runtime.capabilities.table import limits
 from autoparallel.runtime.experts.modules import expert_modules
 from autoparallel.runtime.experts.parallel import can_share
 from autoparallel.runtime.limits import (
-    check_writes,
     entered_blocks,
     kernels_to_choose,
     on_devices,
-    refused_writes,
 )
 from autoparallel.runtime.lowering.compiled import can_compile
 from autoparallel.runtime.lowering.lower import Dtypes, dtype_name, module_dtypes
@@ -142,7 +141,7 @@ def _decide(
     graph = _captured(module, example_inputs, given.graph, computed)
     graph = _with_other_lengths(graph, module, source, given, computed)
     _check_graph(source, graph, module, example_inputs, computed)
-    if refused := refused_writes(graph, world_size()):
+    if refused := refused_model(graph, world_size()):
         raise UserError(refused)
     cluster = _cluster(given.cluster, source, device)
     shared = {} if can_share(module, expert_modules(graph), device) else {"mesh.ep": 1, "mesh.cp": 1}
@@ -174,9 +173,10 @@ def _decide(
             **on_devices(source.constraints),
             **limits(source.constraints),
             **shared,
+            **model_limits(graph),
         },
     )
-    check_writes(graph, strategy)
+    check_model(graph, strategy)
     if phase_lengths(strategy.phases) and not strategy.batch.seq_len:  # which later phases may go back to
         strategy = with_length(strategy, graph.tokens_per_sample)
     if strategy.phases and cluster is not None and (wrong := strategy_problems(graph, cluster, strategy)):

@@ -116,10 +116,11 @@ def dry_run_of(
     module: Any, example_inputs: Any, graph: ModelGraph, cluster: Cluster, strategy: Strategy
 ) -> DryRun:
     """Lower `module`, of which `graph` was captured with these inputs, by a legal strategy, and compare."""
+    from autoparallel.runtime.capabilities.models import check_model
     from autoparallel.runtime.check.dryrun import dry_run
-    from autoparallel.runtime.limits import backend_of, check_writes, entered_blocks
+    from autoparallel.runtime.limits import backend_of, entered_blocks
 
-    check_writes(graph, strategy)
+    check_model(graph, strategy)
     expander = Expander(graph, cluster)
     strategy = completed(expander, strategy)
     program = program_of(expander, strategy)

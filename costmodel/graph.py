@@ -253,6 +253,7 @@ class ModelGraph:
     warnings: tuple[str, ...] = ()
     dropout: float = 0.0  # the largest share that its modules drop in training
     written: tuple[Written, ...] = ()  # parameters that its forward pass writes to
+    differentiates: bool = False  # its forward pass takes derivatives
     other_lengths: tuple[ModelGraph, ...] = ()  # of the same model, for phases with other sequences
     schema: int = SCHEMA
 

@@ -144,6 +144,7 @@ def _graph(graph: ModelGraph) -> dict[str, Any]:
         "pipeline_cuts": graph.pipeline_cuts,
         "warnings": graph.warnings,
         **({"dropout": graph.dropout} if graph.dropout else {}),
+        **({"differentiates": True} if graph.differentiates else {}),
         **({"written": [[w.name, w.from_samples] for w in graph.written]} if graph.written else {}),
         "blocks": [
             {
@@ -295,5 +296,6 @@ def _read_graph(raw: Mapping[str, Any]) -> ModelGraph:
         written=tuple(
             Written(name=_word(name), from_samples=bool(drawn)) for name, drawn in raw.get("written", ())
         ),
+        differentiates=bool(raw.get("differentiates", False)),
         other_lengths=tuple(map(_read_graph, raw.get("other_lengths", ()))),
     )

@@ -51,24 +51,30 @@ def compile_s(graph: ModelGraph) -> float:
     return COMPILE_S_PER_OPERATOR * sum(len(graph.blocks[kind].operators) for kind in kinds)
 
 
-def plan_kernels(problem: Problem, search: Search) -> PlanResult:
-    """The better of the plans with each of `problem.kernels`. Raises what the first search raises where none finds a plan."""
+def plan_kernels(problem: Problem, search: Search, quietly: Search) -> PlanResult:
+    """The better of the plans with each of `problem.kernels`. Where none has a plan, raises what `search` raises with the first; where
+    one may have none it is searched `quietly`, without advice that nobody would read."""
     found, errors = list[_Found](), list[Exception]()
+    first: Problem | None = None
     for kernels, needed in problem.kernels.items():
         if any(problem.constraints.get(key, value) != value for key, value in needed.items()):
             continue
         own = _with_kernels(problem, kernels, needed)
+        first = first or own
         try:
-            found.append(_judged(own, kernels, search(own)))
+            found.append(_judged(own, kernels, quietly(own)))
         except (InfeasiblePlan, SearchTimeout, UserError) as error:
             errors.append(error)
     if not found:
+        if first is not None and isinstance(errors[0], InfeasiblePlan):
+            search(first)
         raise errors[0]
     best = min(found, key=lambda one: one.value)
     bound = min(one.bound for one in found)
     optimum = min(one.optimum for one in found)
     gap = max(1.0 - bound / optimum, 0.0) if optimum > 0 else 0.0
-    proved = gap <= TOLERANCE and not errors and all(one.result.status == "optimal" for one in found)
+    open_ = any(isinstance(error, SearchTimeout) for error in errors)  # others have no plan, which is known
+    proved = gap <= TOLERANCE and not open_ and all(one.result.status == "optimal" for one in found)
     rejected = tuple(_rejected(one, best) for one in found if one is not best)
     return replace(
         best.result,

@@ -105,7 +105,7 @@ def plan(
         plan, time_limit_s=None if time_limit_s is None else time_limit_s / each, progress=progress, explain=explain, advise=advise, rivals=rivals, processes=processes,
         within=within, most_work=most_work / each,
     )  # fmt: skip
-    if (wider := _wider(problem, again)) is not None:
+    if (wider := _wider(problem, again, partial(again, advise=False))) is not None:
         return replace(wider, seconds=time.monotonic() - started_s)
     watch, stated = _Watch(started_s, time_limit_s, progress, most_work, tells=rivals), problem
     problem = without_outer(without_recovery(problem))
@@ -138,9 +138,11 @@ def plan(
     return replace(result, seconds=time.monotonic() - started_s, space=space)
 
 
-def _wider(problem: Problem, search: Callable[[Problem], PlanResult]) -> PlanResult | None:
+def _wider(
+    problem: Problem, search: Callable[[Problem], PlanResult], quietly: Callable[[Problem], PlanResult]
+) -> PlanResult | None:
     """The plan of a problem that is made of others: phases, of which the first is planned, sequences whose length is stated, kinds of
-    kernels, and local updates."""
+    kernels (searched `quietly`), and local updates."""
     if phases := problem.constraints.get("phase"):
         assert isinstance(phases, tuple)
         kept = {k: v for k, v in problem.constraints.items() if k != "phase"}
@@ -155,7 +157,7 @@ def _wider(problem: Problem, search: Callable[[Problem], PlanResult]) -> PlanRes
         found = search(replace(problem, constraints=kept, graph=graph_at(problem.graph, tokens)))
         return replace(found, strategy=with_length(found.strategy, tokens), space=space_of(problem))
     if problem.kernels:
-        return plan_kernels(problem, search)
+        return plan_kernels(problem, search, quietly)
     if asks_outer(problem):
         return replace(plan_outer(problem, search), space=space_of(problem))
     return None

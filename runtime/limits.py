@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import chain
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
@@ -12,6 +13,7 @@ from autoparallel.planner.strategy.stacks import OWN_STACK, STACK
 from autoparallel.planner.strategy.types import EmbeddingRule, Strategy
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.stacks import PLAIN
+from autoparallel.runtime.capabilities.models import model_limits, model_refusals
 from autoparallel.runtime.capabilities.rows import GLOO, Case
 from autoparallel.runtime.capabilities.table import UNSHARABLE, limits, refusals
 from autoparallel.runtime.experts.modules import expert_modules
@@ -27,8 +29,10 @@ def on_devices(constraints: Mapping[str, object]) -> dict[str, object]:
 
 
 def graph_limits(graph: ModelGraph) -> dict[str, object]:
-    """The constraints that the model makes: where tokens cannot be sent to its experts they are whole on every rank."""
-    return {} if expert_modules(graph) is not None else dict.fromkeys(UNSHARABLE, 1)
+    """The constraints that the model makes: where tokens cannot be sent to its experts they are whole on every rank, and by what its
+    own code does."""
+    sharable = expert_modules(graph) is not None
+    return {**({} if sharable else dict.fromkeys(UNSHARABLE, 1)), **model_limits(graph)}
 
 
 def kernels_to_choose(constraints: Mapping[str, object]) -> dict[str, dict[str, object]]:
@@ -46,38 +50,6 @@ def kernels_to_choose(constraints: Mapping[str, object]) -> dict[str, dict[str, 
                 limits(begun)
             found[kind] = limits({KERNELS: kind})
     return found
-
-
-def refused_writes(graph: ModelGraph, devices: int) -> str | None:
-    """Why a model that writes to its parameters what it makes of its samples does not run on several devices; None where it
-    does."""
-    drawn = [one.name for one in graph.written if one.from_samples]
-    if not drawn or devices == 1:
-        return None
-    others = f" and {len(drawn) - 1} other parameters" if len(drawn) > 1 else ""
-    return (
-        f"the forward pass of {graph.name} writes to {drawn[0]}{others} what it makes of its samples, so that {devices} ranks would "
-        "each write something else; if layers initialise themselves so from their first batch, call the model once on one, on every "
-        "rank, before it is planned and run: all ranks then start from rank 0's numbers"
-    )
-
-
-def lost_writes(graph: ModelGraph, strategy: Strategy) -> str | None:
-    """Why a strategy would lose what the model writes to its parameters without its samples; None where every rank holds them
-    whole."""
-    mesh, own = strategy.mesh, [one.name for one in graph.written if not one.from_samples]
-    if not own or mesh.devices == mesh.dp_replicate:
-        return None
-    return (
-        f"the forward pass writes to {own[0]}, and a rank that holds a share of it would lose that: set mesh.dp_replicate to "
-        f"{mesh.devices} and the other axes to 1, or write to it after the optimizer's step"
-    )
-
-
-def check_writes(graph: ModelGraph, strategy: Strategy) -> None:
-    """Raises UserError where what the model writes to its parameters would be lost, or another on each rank."""
-    if refused := refused_writes(graph, strategy.mesh.devices) or lost_writes(graph, strategy):
-        raise UserError(refused)
 
 
 def entered_blocks(graph: ModelGraph) -> frozenset[str]:
@@ -111,10 +83,6 @@ def refuser(
             shares_experts=shares,
             numbers=graph.parameter_count,
         )
-        return (
-            refused_writes(graph, strategy.mesh.devices)
-            or lost_writes(graph, strategy)
-            or next(refusals(case, said=said), None)
-        )
+        return next(chain(model_refusals(graph, strategy), refusals(case, said=said)), None)
 
     return refused

@@ -97,6 +97,7 @@ def to_model_graph(
         pipeline_cuts=_cuttable(chain) and not differentiates(graph) and not beside,
         warnings=(*_warnings(graph, fit, rules), *_beside_warnings(beside)),
         written=written(graph),
+        differentiates=differentiates(graph),
     )
 
 
@@ -104,7 +105,8 @@ def _warnings(graph: fx.Graph, fit: Fit, rules: Rules) -> tuple[str, ...]:
     found = []
     if differentiates(graph):
         found.append(
-            "its forward pass takes derivatives, which go back through its blocks: it is not cut into pipeline stages"
+            "its forward pass takes derivatives, which go back through its blocks: the runtime runs it on replicas alone "
+            "(mesh.dp_replicate), uncompiled"
         )
     found += write_warnings(written(graph))
     if casts(graph):

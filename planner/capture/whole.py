@@ -175,6 +175,19 @@ def embedding(
     return torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
 
 
+def embedding_bag(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    *rest: Any,
+) -> Any:
+    """Same signature as torch.embedding_bag; its gradient is dense, as that of `embedding`."""
+    return torch.embedding_bag(weight, indices, offsets, scale_grad_by_freq, mode, False, *rest)
+
+
 GROUPED_PRODUCTS = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
 
 
@@ -184,7 +197,7 @@ def replacement(name: str) -> Callable[..., Any] | None:
         return grouped_product
     kept: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": attention, "dropout": dropout, "ctc_loss": ctc_loss,
-        "embedding": embedding,
+        "embedding": embedding, "embedding_bag": embedding_bag,
     }  # fmt: skip
     return kept.get(name)
 

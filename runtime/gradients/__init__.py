@@ -10,9 +10,10 @@
 - `groups.py`: the process groups of a strategy. `codecs.py`: what methods make of numbers; `feedback.py`: what is
   left out, and sent later; `owed.py`: that, for checkpoints; `agreement.py`: copies over tp, kept equal.
 - `outer.py`: replicas that train by themselves, and exchange what they have become.
+- `dense.py`: embeddings with sparse gradients get dense ones.
 - `put_off.py`: a backward pass in two halves by linear layers that put the gradients of their weights off; `split_backward.py`: of any
   graph, which keeps all of it until the second half.
 
-Open to other rooms: `codecs`, `feedback`, `fsdp`, `replicated`, `replicas`, `reductions`, `groups`, `owed`, `agreement`, `outer`, `put_off`, `split_backward`,
+Open to other rooms: `codecs`, `dense`, `feedback`, `fsdp`, `replicated`, `replicas`, `reductions`, `groups`, `owed`, `agreement`, `outer`, `put_off`, `split_backward`,
 `synchronisation`.
 """

@@ -18,6 +18,7 @@ from autoparallel.runtime.context.functions import run_in_shares
 from autoparallel.runtime.experts.on_shares import run_on_shares
 from autoparallel.runtime.experts.parallel import Sharing, share_experts
 from autoparallel.runtime.fsdp_private import adding_up, computed_with, reduce_accumulated
+from autoparallel.runtime.gradients.dense import make_dense
 from autoparallel.runtime.gradients.fsdp import (
     announce_micro_batch,
     gather_ahead,
@@ -184,6 +185,8 @@ def lower_module(
     sharded, zero = _units(strategy, mesh, dtypes)
     if dtypes.param != next((p.dtype for p in module.parameters() if p.is_floating_point()), dtypes.param):
         module.to(dtypes.param)
+    if strategy.mesh.devices > 1:
+        make_dense(module)
     compiled, plain = strategy.execution.kernels == "compiled", None
     shared = experts if mesh.sizes.ep > 1 else ()
     layers = share_experts(module, shared, mesh, dtype=dtypes.compute if sharded else None, compiled=compiled)

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.errors import UserError
+from autoparallel.runtime.gradients.dense import make_dense
 from autoparallel.runtime.stages.export_inputs import flatten_inputs
 from autoparallel.runtime.stages.outer_graph import OuterGraph, outer_graph
 from autoparallel.runtime.stages.split import Split
@@ -125,7 +126,7 @@ def cut(
     `repeated_paths` are the module paths of the repeated blocks in execution order, `stage_blocks` how many of
     them each stage runs. Example inputs and parameters may be real or on the meta device; glue that creates
     tensors creates them on `device` (default: where the parameters are). The stages share the module's own
-    submodules and parameters; see `release` for the rest. Raises UserError where the module cannot be cut.
+    submodules and parameters (embeddings with dense gradients); see `release` for the rest. Raises UserError where the module cannot be cut.
     """
     if sum(stage_blocks) != len(repeated_paths):
         raise UserError(
@@ -134,6 +135,7 @@ def cut(
         )
     if device is None:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    make_dense(module)  # before the graph says otherwise
     outer = outer_graph(module, example_inputs, repeated_paths=repeated_paths, device=device)
     split = Split(module, outer, repeated_paths, stage_blocks)
     graphs = [split.stage_graph(s) for s in range(len(stage_blocks))]

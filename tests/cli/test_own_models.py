@@ -163,7 +163,6 @@ def test_parameters_that_a_forward_pass_writes_are_told_of_and_run_on_one_device
     asked = ("plan", f"{path}:model", "--cluster", "h100-sxm:1x2", "--runnable")
     words = [
         "writes to shift what it makes of its samples",
-        "2 ranks",
         "call the model once",
         "on every rank",
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autoparallel.errors import UserError
@@ -65,3 +67,15 @@ def test_kernels_whose_needs_contradict_the_user_are_left_out() -> None:
 def test_where_neither_can_be_planned_the_first_refusal_is_heard() -> None:
     with pytest.raises(UserError):
         plan(_problem(mesh__dp_replicate=3), advise=False)
+
+
+def test_kernels_without_a_plan_leave_a_proof_and_are_not_advised_upon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = replace(
+        _problem(mesh__tp=1, mesh__dp_shard=1),
+        refuses=lambda s: "not compiled" if s.execution.kernels == "compiled" else None,
+    )
+    monkeypatch.setattr("autoparallel.planner.plan.explain_infeasible", None)  # nobody asks
+    found = plan(problem, within=0.0)
+    assert (found.strategy.execution.kernels, found.status) == ("eager", "optimal")

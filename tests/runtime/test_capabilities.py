@@ -41,6 +41,7 @@ from autoparallel.planner.strategy.types import (
     Strategy,
 )
 from autoparallel.profiles import load_cluster
+from autoparallel.runtime.capabilities.models import model_page
 from autoparallel.runtime.capabilities.rows import Case
 from autoparallel.runtime.capabilities.table import TABLE, limits, otherwise_priced, page, refusals
 from autoparallel.runtime.check.dryrun import as_one_of
@@ -204,6 +205,7 @@ def test_constraints_that_no_plan_can_meet_are_refused_in_the_words_of_the_table
 
 def test_the_page_has_the_table() -> None:
     text = (Path(__file__).parents[2] / "docs/runtime.md").read_text(encoding="utf-8")
+    assert model_page() in text
     assert page() in text, (
         "write what `autoparallel.runtime.capabilities.table.page()` returns into docs/runtime.md"
     )

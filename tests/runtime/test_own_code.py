@@ -15,6 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autoparallel import auto_parallelize
+from autoparallel.costmodel.graph_json import graph_from_json, graph_to_json
+from autoparallel.errors import UserError
+from autoparallel.planner.capture import capture
 from autoparallel.planner.strategy.types import (
     Batch,
     Execution,
@@ -24,6 +27,8 @@ from autoparallel.planner.strategy.types import (
     Shard,
     Strategy,
 )
+from autoparallel.runtime.capabilities.models import DIVIDING
+from autoparallel.runtime.limits import graph_limits
 from tests.runtime.harness import Processes
 
 SAMPLES, MICRO, WIDTH, DEPTH = 4, 2, 16, 4
@@ -108,15 +113,63 @@ class Checkpointed(nn.Module):
         return Result(loss=(x[..., :2] - batch.actions).square().mean(), means=x)
 
 
+class Sparse(Policy):
+    """A policy of states by number, each of which has a row of a table with sparse gradients, as has the number of what is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(4, WIDTH, sparse=True)  # type: ignore[assignment]
+        self.bag = nn.EmbeddingBag(4, WIDTH, mode="sum", sparse=True)
+
+    def forward(self, batch: Given) -> Result:
+        numbers = (batch.states > 0).sum(-1)
+        x = self.first(numbers) + self.bag(numbers).unsqueeze(1)
+        for layer in self.layers:
+            x = layer(x)
+        self.unread[0](x)
+        return Result(loss=(self.mean(x) - batch.actions).square().mean(), means=x)
+
+
+class Forces(nn.Module):
+    """Forces are the derivatives of an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.energy = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList(Smooth() for _ in range(DEPTH))
+
+    def forward(self, batch: Given) -> Result:
+        places = batch.states.detach().requires_grad_(True)
+        x = self.first(places)
+        for layer in self.layers:
+            x = layer(x)
+        (forces,) = torch.autograd.grad(self.energy(x).sum(), places, create_graph=True)
+        return Result(loss=(forces[..., :2] - batch.actions).square().mean(), means=forces)
+
+
+class Smooth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.runs = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 MODELS = {
     "policy": Policy,
     "inside": lambda: Checkpointed("inside"),
     "reentrant": lambda: Checkpointed("reentrant"),
+    "sparse": Sparse,
+    "forces": Forces,
 }
 
 CASES = (
     ("policy", "tensor parallel"), ("policy", "pipeline"), ("inside", "zero 3, attention recomputed"), ("inside", "pipeline"),
     ("inside", "tensor parallel, recomputed"), ("reentrant", "tensor parallel"), ("reentrant", "pipeline"),
+    ("sparse", "zero 1"), ("sparse", "zero 3, attention recomputed"), ("sparse", "tensor parallel"), ("sparse", "pipeline"),
+    ("forces", "replicas"),
 )  # fmt: skip
 
 
@@ -129,6 +182,10 @@ def strategies(ranks: int) -> dict[str, Strategy]:
             batch=batch, mesh=Mesh(dp_shard=ranks), shard=Shard(zero=3), recompute=Recompute(mode="selective"),
             pipeline=whole, execution=execution,
         ),
+        "zero 1": Strategy(
+            batch=batch, mesh=Mesh(dp_shard=ranks), shard=Shard(zero=1), pipeline=whole, execution=execution
+        ),
+        "replicas": Strategy(batch=batch, mesh=Mesh(dp_replicate=ranks), pipeline=whole, execution=execution),
         "tensor parallel": Strategy(
             batch=batch, mesh=Mesh(tp=ranks), pipeline=whole, execution=execution
         ),
@@ -149,7 +206,7 @@ def expected_gradients(module: nn.Module, batch: Given) -> tuple[dict[str, Tenso
     module = copy.deepcopy(module)
     for start in range(0, SAMPLES, MICRO):
         (module(part(batch, start, start + MICRO)).loss * MICRO / SAMPLES).backward()
-    found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    found = {name: p.grad.to_dense() for name, p in module.named_parameters() if p.grad is not None}
     return found, module.layers[0].runs  # type: ignore[index, union-attr, return-value]
 
 
@@ -188,3 +245,30 @@ def on_rank(rank: int, world_size: int) -> list[str]:
 def test_two_ranks_give_the_gradients_of_one_and_run_again_what_that_does(gloo: Processes) -> None:
     wrong = gloo.run(2, on_rank)[0]
     assert not wrong, "\n".join(wrong)
+
+
+def refusals_on_rank(rank: int, world_size: int) -> dict[str, str]:
+    """What is said of a model that takes derivatives, by strategy."""
+    said = {}
+    for kind, strategy in strategies(world_size).items():
+        batch = Given(states=torch.randn(SAMPLES, 6, 3), actions=torch.randn(SAMPLES, 6, 2))
+        try:
+            auto_parallelize(
+                Forces(), batch, strategy=strategy, cluster=f"cpu-gloo:1x{world_size}", cache=None
+            )
+        except UserError as error:
+            said[kind] = str(error)
+    return said
+
+
+@pytest.mark.distributed
+def test_derivatives_in_a_forward_pass_run_on_replicas_alone_and_are_refused_elsewhere(
+    gloo: Processes,
+) -> None:
+    said = gloo.run(2, refusals_on_rank)[0]
+    assert set(said) == set(strategies(2)) - {"replicas"}
+    assert all("takes derivatives" in words and "set mesh.dp_replicate" in words for words in said.values())
+    graph = capture(Forces(), Given(states=torch.randn(4, 6, 3), actions=torch.randn(4, 6, 2)), name="forces")
+    assert graph.differentiates
+    assert graph_from_json(graph_to_json(graph)).differentiates
+    assert graph_limits(graph) == dict.fromkeys(DIVIDING, 1)
