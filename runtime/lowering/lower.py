@@ -183,10 +183,7 @@ def lower_module(
     """
     blocks, recomputed_in_full = tuple(dict.fromkeys(blocks)), len(set(blocks[:recomputed_in_full]))
     sharded, zero = _units(strategy, mesh, dtypes)
-    if dtypes.param != next((p.dtype for p in module.parameters() if p.is_floating_point()), dtypes.param):
-        module.to(dtypes.param)
-    if strategy.mesh.devices > 1:
-        make_dense(module)
+    _prepare(module, strategy, dtypes)
     compiled, plain = strategy.execution.kernels == "compiled", None
     shared = experts if mesh.sizes.ep > 1 else ()
     layers = share_experts(module, shared, mesh, dtype=dtypes.compute if sharded else None, compiled=compiled)
@@ -218,6 +215,14 @@ def lower_module(
         module, strategy, zero=zero if sharded else None, sync=sync, offloaded=offloaded, plain=plain,
         puts_off=puts_off,
     )  # fmt: skip
+
+
+def _prepare(module: nn.Module, strategy: Strategy, dtypes: Dtypes) -> None:
+    """Parameters in the dtype that they are held in, gradients as ranks can add them."""
+    if dtypes.param != next((p.dtype for p in module.parameters() if p.is_floating_point()), dtypes.param):
+        module.to(dtypes.param)
+    if strategy.mesh.devices > 1:
+        make_dense(module)
 
 
 def _puts_off(module: nn.Module, blocks: Sequence[str], strategy: Strategy) -> bool:
