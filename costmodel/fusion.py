@@ -36,7 +36,15 @@ FUSIBLE = frozenset(
     }
 )
 KEEPS_INPUT = frozenset(
-    {OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV, OpKind.ATTENTION, OpKind.CROSS_ENTROPY, OpKind.LEAF}
+    {
+        OpKind.GEMM,
+        OpKind.GROUPED_GEMM,
+        OpKind.CONV,
+        OpKind.ATTENTION,
+        OpKind.CROSS_ENTROPY,
+        OpKind.RECURRENT,
+        OpKind.LEAF,
+    }
 )
 
 

@@ -86,6 +86,7 @@ class OpKind(StrEnum):
     REDUCTION = "reduction"
     COPY = "copy"  # cat, contiguous clone, index, gather, scatter: bytes move, nothing is computed
     VIEW = "view"  # no kernel at all
+    RECURRENT = "recurrent"  # all steps and layers of one call
     LEAF = "leaf"  # a submodule that could not be exported: priced whole, never sharded
 
 

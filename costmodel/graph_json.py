@@ -30,7 +30,15 @@ from autoparallel.errors import UserError
 
 # Kinds that make an architecture what it is. Casts, views and copies come and go with dtype and device.
 _HASHED_KINDS = frozenset(
-    {OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV, OpKind.ATTENTION, OpKind.EMBEDDING, OpKind.LEAF}
+    {
+        OpKind.GEMM,
+        OpKind.GROUPED_GEMM,
+        OpKind.CONV,
+        OpKind.ATTENTION,
+        OpKind.EMBEDDING,
+        OpKind.RECURRENT,
+        OpKind.LEAF,
+    }
 )
 
 

@@ -74,7 +74,8 @@ def host_s(kernel: Kernel, device: Device, kernels: str) -> float:
         return kernel.count * kernel.product[0] * device.constants["launch_s.expert"]
     if kernel.kind == DTENSOR:
         return kernel.count * device.constants["launch_s.dtensor"]
-    return launches(kernel, kernels) * device.constants[f"launch_s.{kernels}"]
+    by = "compiled" if kernel.in_library else kernels  # no Python between them, in both
+    return launches(kernel, kernels) * device.constants[f"launch_s.{by}"]
 
 
 def runs_ahead(device: Device) -> bool:

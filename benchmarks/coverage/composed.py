@@ -3,7 +3,8 @@
 - Attention whose keys and values are of unlike widths, or whose bias is trained: torch has no fused kernel for that on a
   CPU and writes it out, which keeps what no kernel of a GPU keeps. Under a mask the kernel of GPUs writes heads side by side,
   that of CPUs as the query lies: what follows copies here and not there.
-- Recurrent layers: a kernel of a library runs all steps, keeps what is its own affair, and `flop_counter` does not see it.
+- Recurrent layers: a kernel of a library runs all steps, keeps what is its own affair, and `flop_counter` does not see it. Step by
+  step it does; `fused` ones keep what those of accelerators keep.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from autoparallel.planner.capture.opened import OpenedFunctions
-from autoparallel.planner.capture.recurrent import stepwise
+from autoparallel.planner.capture.recurrent import Layers, shape_of
+from benchmarks.coverage.stepwise import stepwise
 
 
 class Composed(OpenedFunctions):
-    """While on, recurrent layers run step by step, and `fused` attention that a CPU has no kernel for keeps what that of
-    GPUs keeps. `replaced` says what was met of these."""
+    """While on, recurrent layers run step by step; with `fused` they, and attention that a CPU has no kernel for, keep what those of
+    GPUs keep. `replaced` says what was met of these."""
 
     def __init__(self, *, fused: bool) -> None:
         super().__init__()
@@ -31,8 +33,9 @@ class Composed(OpenedFunctions):
     def __torch_function__(
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if stepwise(name := getattr(func, "__name__", ""), args) is not None:
+        if (steps := stepwise(name := getattr(func, "__name__", ""), args)) is not None:
             self.replaced.add(name)
+            return fused_recurrent(name, args) if self._fused else steps()
         return super().__torch_function__(func, types_, args, kwargs)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,3 +77,17 @@ class _Fused(torch.autograd.Function):
         statistics = out.new_empty(out.shape[:-1])  # in float32, as all of it here
         ctx.save_for_backward(query, key, value, mask, out, statistics)
         return out
+
+
+def fused_recurrent(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """A recurrent layer that keeps what is priced, with the values of torch's. It has no backward pass."""
+    shape, steps = shape_of(name, args), stepwise(name, args)
+    assert shape is not None
+    assert steps is not None
+    with torch.no_grad():
+        values = steps()
+    begin = args[1] if name == "lstm" else (args[1],)
+    found: tuple[Tensor, ...] = Layers.apply(shape, args[0], *begin, *args[2])
+    for made, value in zip(found, values, strict=True):
+        made.data.copy_(value)
+    return found

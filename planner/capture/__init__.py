@@ -10,7 +10,7 @@
   (`fold.py`, by their `structure.py`); what a router chooses gets equal shares where code asks for
   it (`choices.py`); what cannot be traced is run once for real (`leaf.py`).
 - `step.py`: one training step, of the loss that `losses.py` finds, run by `tracer.py` on the meta device (`on_meta.py`, `trusting.py`, `meta_mode.py` with `values.py`, `uniform.py` and `indexing.py`; checks hold and logged numbers stay unknown: `guards.py`; nothing is compiled: `as_written.py`; no layer is left out by chance: `undropped.py`), torch's own
-  Python functions opened (`opened.py`) and others such as attention kept whole (`whole.py`), recurrent layers step by step (`recurrent.py`), torch's multi-head attention with its heads apart (`heads.py`), checkpoints of the model's own code
+  Python functions opened (`opened.py`) and others such as attention kept whole (`whole.py`), recurrent layers as a library runs them (`recurrent.py`), torch's multi-head attention with its heads apart (`heads.py`), checkpoints of the model's own code
   followed (`again.py`), `torch.vmap` kept as one call (`vmapped.py`), rounds of a loop counted (`rounds.py`), samples that are taken apart and joined left together (`pieces.py`), such that cannot be refused (`samples_first.py`), parameters that a forward pass writes to found (`written_parameters.py`), and written down by `writer.py` as a graph (`marks.py`: what torch has no name for).
 - `passes.py`: the passes from there to the `ModelGraph`, in order, each with its check (`check.py`): `samples.py` leaves one round of loops over samples, `alike.py` joins the
   graphs of several micro-batches, `gradients.py` finds the kernels that serve parameters alone, `links.py` the links of

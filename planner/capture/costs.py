@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import fx
 
@@ -21,6 +23,16 @@ from autoparallel.planner.capture.nodes import (
     tensor_inputs,
     tensor_outputs,
 )
+from autoparallel.planner.capture.recurrent import (
+    CELLS,
+    FUSED_CELLS,
+    Shape,
+    Step,
+    backward_steps,
+    forward_steps,
+    shape_of,
+)
+from autoparallel.planner.capture.trees import mapped
 from autoparallel.planner.capture.whole import GROUPED_PRODUCTS
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -77,6 +89,8 @@ def _labels(call: fx.Node, kind: OpKind) -> Labels | None:
     outputs = [tensor(node) for node in tensor_outputs(call)]
     if kind is OpKind.ATTENTION:
         return attention_labels(inputs)
+    if kind is OpKind.RECURRENT:
+        return Labels(names=(), sizes=_recurrent_shape(call).sizes)
     if kind in _PRODUCTS and len(inputs) >= 2:
         return product_labels(call.meta["torch_name"], inputs, outputs, plain_arguments(call))
     return None
@@ -89,6 +103,8 @@ def _kernels(
         return _attention(call, labels, fit)
     if kind is OpKind.LEAF:
         return _leaf(call, fit)
+    if kind is OpKind.RECURRENT:
+        return _recurrent(call, fit)
     if _is_grouped(call):
         return _grouped(call, labels, fit)
     sizes = labels[0].sizes if labels[0] else {}
@@ -98,10 +114,29 @@ def _kernels(
         made = tuple(k for row in forward for k in _launched(row, "", kind, sizes, fit))
         return made, _summed(behind, fit)
     backward = zip(*behind, strict=True)
-    return (
+    sides = (
         tuple(k for row in forward for k in _launched(row, "", kind, sizes, fit)),
         tuple(k for row in backward for k in _of_backward(row, kind, sizes, fit)),
     )
+    cell = FUSED_CELLS.get(call.meta["torch_name"])
+    return (
+        (_as_fused(sides[0], cell.forward, call, fit), _as_fused(sides[1], cell.backward, call, fit))
+        if cell
+        else sides
+    )
+
+
+def _as_fused(found: _Kernels, numbers: int, call: fx.Node, fit: Fit) -> _Kernels:
+    """The kernels of one cell with what runs over its gates as one, which moves `numbers` for each state of each sample: what
+    accelerators have, where the meta device has a dozen."""
+    kinds = (OpKind.ELEMENTWISE, OpKind.COPY)
+    over_gates = [k for k in found if k.kind in kinds and k.bytes_moved.per_sample]
+    if not over_gates:
+        return found
+    states = [math.prod(tensor(tensor_outputs(same)[0]).shape) for same in twins(call)]
+    moved = fit.cost([numbers * n * ITEM_BYTES[over_gates[0].dtype] for n in states])
+    one = replace(over_gates[0], kind=OpKind.ELEMENTWISE, bytes_moved=moved)
+    return tuple(one if k is over_gates[0] else k for k in found if k is over_gates[0] or k not in over_gates)
 
 
 def _summed(behind: Sequence[Sequence[fx.Node]], fit: Fit) -> _Kernels:
@@ -232,6 +267,46 @@ def _leaf(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
     return (forward,), (backward,)
 
 
+def _recurrent(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
+    """The products, and the steps, of the layers of one call."""
+    rows, state, *_ = (node.meta["requires_grad"] for node in tensor_inputs(call))
+    biased = any(len(tensor(node).shape) == 1 for node in tensor_inputs(call))
+    shapes = [_recurrent_shape(same) for same in twins(call)]
+
+    def made(steps: Callable[[Shape], Iterable[Step]]) -> _Kernels:
+        return tuple(_of_steps(same, shapes, call, fit) for same in zip(*map(steps, shapes), strict=True))
+
+    forward = made(forward_steps)
+    if not call.meta["backward"]:  # no gradient reaches it
+        return forward, ()
+    back = made(partial(backward_steps, rows_need=rows, states_need=state, biased=biased))
+    return forward, (*_again(forward if "runs_again" in call.meta else ()), *back)
+
+
+def _recurrent_shape(call: fx.Node) -> Shape:
+    found = shape_of(
+        call.meta["torch_name"], mapped(lambda x: tensor(x) if isinstance(x, fx.Node) else x, call.args)
+    )
+    assert found is not None
+    return found
+
+
+def _of_steps(steps: Sequence[Step], shapes: Sequence[Shape], call: fx.Node, fit: Fit) -> KernelSpec:
+    """The kernels that are `steps` at each micro-batch."""
+    dtype, first = tensor(tensor_outputs(call)[0]).dtype, steps[0]
+    products = [[shape.sizes[letter] for letter in first.product] for shape in shapes]
+    numbers = [m * k + k * n + m * n for m, n, k in products] if first.product else [s.numbers for s in steps]
+    return KernelSpec(
+        kind=first.kind,
+        dtype=dtype,
+        flops=fit.cost([2 * math.prod(sizes) if sizes else 0 for sizes in products]),
+        bytes_moved=fit.cost([n * ITEM_BYTES[dtype] for n in numbers]),
+        product=f"b{first.product}" if first.product else "",
+        gradient_of=first.of,
+        count=fit.size([step.count for step in steps]),
+    )
+
+
 def _grouped(call: fx.Node, labels: Sequence[Labels | None], fit: Fit) -> tuple[_Kernels, _Kernels]:
     """A product of experts: 2 · rows · n · k forward and for each gradient, however the rows are routed."""
     flops, moved = [], []
@@ -272,6 +347,8 @@ def _kind(call: fx.Node) -> OpKind:
         return OpKind.GROUPED_GEMM
     if name == _ATTENTION:
         return OpKind.ATTENTION
+    if name in CELLS:
+        return OpKind.RECURRENT
     if name in {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}:
         return OpKind.CROSS_ENTROPY
     found = {kernels.kind_of(x) for x in call.meta["kernels"] if kernels.runs_kernel(x)}

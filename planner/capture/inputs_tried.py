@@ -28,7 +28,7 @@ from autoparallel.planner.capture.opened import OpenedFunctions
 from autoparallel.planner.capture.pieces import JOINS, Pieces
 from autoparallel.planner.capture.trees import mapped
 from autoparallel.planner.capture.undropped import undropped
-from autoparallel.planner.capture.whole import known_index, replacement
+from autoparallel.planner.capture.whole import instead, known_index
 
 Inputs = dict[str, Any]
 Maker = Callable[[Inputs], Any]  # from the inputs so far; an example of an argument
@@ -110,8 +110,6 @@ class LongEnoughError(Exception):
 class Whole(OpenedFunctions):
     """What capture keeps whole is so here; for as long as a trial may take, where it says so."""
 
-    most_steps = 1
-
     def __init__(self, mode: MetaMode, longest_s: float = math.inf) -> None:
         super().__init__()
         self._end_s = time.process_time() + longest_s
@@ -132,7 +130,7 @@ class Whole(OpenedFunctions):
             return joined[0](*joined[1])
         if name == "__getitem__":
             args = (args[0], known_index(args[1]))
-        out = (replacement(name) or func)(*args, **kwargs)
+        out = instead(name, func, args, kwargs)()
         self._pieces.note(name, args, kwargs, out)
         return out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.graph import ModelGraph, OpKind
 
 # Calls of one operator by one module in one forward pass: what is no loop over tokens or time has far fewer (two
 # additions in a block of a transformer, a dozen in an attention written out). Kind: formula.
@@ -18,6 +18,8 @@ def loop_warnings(graph: ModelGraph) -> tuple[str, ...]:
         block = graph.blocks[link.block]
         calls: Counter[tuple[str, str]] = Counter()
         for op in block.operators:
+            if op.kind is OpKind.RECURRENT:
+                continue  # a library's loop
             calls[op.module, op.target] += max((kernel.count.at(1) for kernel in op.forward), default=1)
         for (module, target), count in calls.items():
             if count < MANY_CALLS:

@@ -10,7 +10,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autoparallel.planner.capture.heads import MULTI_HEAD, heads_apart
-from autoparallel.planner.capture.recurrent import stepwise
 from autoparallel.planner.capture.trees import tensors
 
 _NO_OVERRIDE = {
@@ -44,8 +43,6 @@ multi_head = opened(MULTI_HEAD)  # torch's own attention, which calls `scaled_do
 class OpenedFunctions(TorchFunctionMode):
     """Hands every call to `call`, with functions that are written in Python opened."""
 
-    most_steps: int | None = None  # of recurrent layers, where their shapes alone count
-
     def __init__(self) -> None:
         super().__init__()
         self._opened: dict[object, Callable[..., Any]] = {}
@@ -73,9 +70,6 @@ class OpenedFunctions(TorchFunctionMode):
             and func not in _BACKWARD
             and "has_torch_function" in " ".join(func.__globals__)
         )
-        if (steps := stepwise(getattr(func, "__name__", ""), args, most=self.most_steps)) is not None:
-            with self:
-                return steps()
         if (attend := heads_apart(func, args, kwargs)) is not None:
             with self:
                 return attend()

@@ -1,104 +1,196 @@
-"""Recurrent layers as the loops over time that they are, of torch's own cells.
+"""Recurrent layers as accelerators run them: the inputs of all steps multiplied at once, and step by step what depends on the
+step before.
 
-On the meta device `torch.lstm` and its likes run thousands of small operators that nobody can fold. Written as loops,
-whose rounds are counted (`rounds.py`), they cost the FLOPs of all their steps, one after another; a library that has a
-whole layer in one kernel (cuDNN) multiplies the inputs of all steps at once, and is faster by that.
+Per layer and direction, of S steps, B samples, G gates, H hidden states and I inputs:
+
+    forward     (S B, I) x (I, G H);  S times (B, H) x (H, G H) and one kernel over the gates
+    backward    S times one kernel over the gates and (B, G H) x (G H, H);  (S B, G H) x (G H, I);  the weights' gradients of all
+                steps at once, (G H, S B) x (S B, I) and (G H, S B) x (S B, H)
+
+Source: Appleyard, Kocisky, Blunsom, "Optimizing Performance of Recurrent Neural Networks on GPUs" (2016), which is how cuDNN runs
+them; an LSTM that projects its hidden states multiplies those once more in every step. What the kernel over the gates reads, writes
+and keeps is what torch's own fused cells do (RNN.cu: _thnn_fused_lstm_cell, _thnn_fused_gru_cell and their backward).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-CELLS: dict[str, Callable[..., Any]] = {
-    "lstm": torch.lstm_cell,
-    "gru": torch.gru_cell,
-    "rnn_tanh": torch.rnn_tanh_cell,
-    "rnn_relu": torch.rnn_relu_cell,
+from autoparallel.costmodel.graph import OpKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A step's kernel over the gates: numbers for each sample and hidden state that it moves, forward and backward, and that
+    are kept of it."""
+
+    gates: int
+    forward: int
+    backward: int
+    kept: int
+
+
+CELLS = {
+    # Gates of inputs and of states, the old cell; the new cell, the new state, and the gates as they came out.
+    "lstm": Cell(gates=4, forward=4 + 4 + 1 + 1 + 1 + 4, backward=1 + 1 + 1 + 1 + 4 + 4 + 1, kept=4 + 1),
+    # Likewise, the old state instead of the cell; of the third gate both parts are kept, and the old state.
+    "gru": Cell(gates=3, forward=3 + 3 + 1 + 1 + 5, backward=1 + 5 + 3 + 3 + 1, kept=5),
+    "rnn_tanh": Cell(gates=1, forward=1 + 1 + 1, backward=1 + 1 + 1, kept=0),
+    "rnn_relu": Cell(gates=1, forward=1 + 1 + 1, backward=1 + 1 + 1, kept=0),
 }
+FUSED_CELLS = {"lstm_cell": CELLS["lstm"], "gru_cell": CELLS["gru"]}  # called by themselves: by name
+FIRST, OTHERS = "i", "j"  # letters of the inputs of the first layer, and of those behind it
 
 
-def stepwise(name: str, args: tuple[Any, ...], *, most: int | None = None) -> Callable[[], Any] | None:
-    """What runs instead of the recurrent layer `name`, `most` steps of it where shapes alone count; None for other functions,
-    and for packed sequences, whose lengths are values."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The sizes of one call, which are those of its parameters and inputs. `widths` are inputs of each layer; `states` is what a
+    step hands to the next, `hidden` or, of an LSTM that projects, less."""
+
+    cell: Cell
+    steps: int
+    samples: int
+    directions: int
+    widths: tuple[int, ...]
+    hidden: int
+    states: int
+    dropped: bool  # between layers
+
+    @property
+    def projects(self) -> bool:
+        return self.states != self.hidden
+
+    @property
+    def kept(self) -> int:
+        """Numbers that are kept for the backward pass, beside inputs, weights and the last layer's states."""
+        inside = (self.cell.kept + self.projects) * self.hidden * self.directions * len(self.widths)
+        return self.steps * self.samples * inside + (len(self.widths) - 1) * self.between
+
+    @property
+    def between(self) -> int:
+        """Numbers that a layer hands to the next."""
+        return self.steps * self.samples * self.directions * self.states
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By letter: rows of all steps, samples, gates, hidden states, what a step hands on; inputs of the first layer and of others."""
+        wide = self.cell.gates * self.hidden
+        own = {
+            "r": self.steps * self.samples,
+            "s": self.samples,
+            "g": wide,
+            "h": self.hidden,
+            "p": self.states,
+        }
+        return own | dict(zip((FIRST, OTHERS), self.widths, strict=False))
+
+    @property
+    def read(self) -> tuple[tuple[str, int], ...]:
+        """The letters of what layers read, and how many read that."""
+        others = (len(self.widths) - 1) * self.directions
+        return ((FIRST, self.directions), *(((OTHERS, others),) if others else ()))
+
+
+def shape_of(name: str, args: Sequence[Any]) -> Shape | None:
+    """The sizes of a call of the recurrent layer `name`; None for other functions, and for packed sequences, whose lengths are
+    values."""
     if name not in CELLS or len(args) != 9 or not isinstance(args[2], list | tuple):
         return None
-    return lambda: _layers(name, most, *args)
-
-
-def _layers(
-    name: str,
-    most: int | None,
-    rows: Tensor,
-    state: Any,
-    weights: Sequence[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, ...]:
-    """Same arguments as torch.lstm: (steps, samples, width) in, the same with (directions x hidden) out, then the last
-    states of all layers."""
-    cell, directions = CELLS[name], 2 if bidirectional else 1
-    begin = state if name == "lstm" else (state,)
+    rows, _, weights, has_biases, layers, dropout, train, both, batch_first = args
+    samples, steps = rows.shape[:2] if batch_first else rows.shape[1::-1]
+    directions = 2 if both else 1
     each = len(weights) // (layers * directions)  # weights of one direction of one layer
-    projected = each > (4 if has_biases else 2)  # of an LSTM: the hidden state is multiplied once more
-    rows = rows.transpose(0, 1) if batch_first else rows
-    ends: list[tuple[Tensor, ...]] = []
-    for layer in range(layers):
-        found = []
-        for direction in range(directions):
-            row = layer * directions + direction
-            own = list(weights[row * each : (row + 1) * each])
-            projection = own.pop() if projected else None
-            first = tuple(part[row] for part in begin)
-            out, last = _over_time(cell, rows, first, own, projection, backwards=direction == 1, most=most)
-            found.append(out)
-            ends.append(last)
-        rows = found[0] if directions == 1 else torch.cat(found, dim=-1)
-        if dropout and train and layer < layers - 1:
-            rows = F.dropout(rows, dropout, train)
-    out = rows.transpose(0, 1) if batch_first else rows
-    return (out, *(torch.stack(parts) for parts in zip(*ends, strict=True)))
+    projects = each > (4 if has_biases else 2)
+    cell, first = CELLS[name], weights[: each * directions * layers : each * directions]
+    hidden = int(first[0].shape[0]) // cell.gates
+    return Shape(
+        cell=cell, steps=int(steps), samples=int(samples), directions=directions,
+        widths=tuple(int(weight.shape[1]) for weight in first), hidden=hidden,
+        states=int(weights[each - 1].shape[0]) if projects else hidden,
+        dropped=bool(dropout and train and layers > 1),
+    )  # fmt: skip
 
 
-def _over_time(
-    cell: Callable[..., Any],
-    rows: Tensor,
-    state: tuple[Tensor, ...],
-    weights: Sequence[Tensor],
-    projection: Tensor | None,
-    *,
-    backwards: bool,
-    most: int | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The hidden states of all steps, in the order of the steps, and the last state."""
-    steps = range(len(rows))
-    found: list[Tensor] = []
-    for step in (steps[::-1] if backwards else steps)[:most]:
-        if projection is None:
-            new = cell(rows[step], state if len(state) > 1 else state[0], *weights)
-            state = new if isinstance(new, tuple) else (new,)
-        else:
-            state = _projected(rows[step], state, weights, projection)
-        found.append(state[0])
-    found += found[-1:] * (len(rows) - len(found))
-    return torch.stack(found[::-1] if backwards else found), state
+class Layers(torch.autograd.Function):
+    """All layers of one call: what they return, and what is kept of them. Shapes alone."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Shape, rows: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
+        begin = held[: 1 + (shape.cell is CELLS["lstm"])]  # states before the first step: two of an LSTM
+        out = rows.new_empty((*rows.shape[:2], shape.directions * shape.states))
+        ends = tuple(torch.empty_like(part) for part in begin)
+        inside = [rows.new_empty(shape.kept)] if shape.kept else []
+        if shape.dropped:
+            inside.append(rows.new_empty((len(shape.widths) - 1) * shape.between, dtype=torch.bool))
+        ctx.save_for_backward(rows, *held, out, *inside)
+        ctx.given = 1 + len(held)
+        return (out, *ends)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        given = ctx.saved_tensors[: ctx.given]
+        wanted = zip(given, ctx.needs_input_grad[1:], strict=True)
+        return (None, *(torch.empty_like(t) if needed else None for t, needed in wanted))
 
 
-def _projected(
-    row: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor], projection: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A step of an LSTM whose hidden state is projected, which `torch.lstm_cell` does not know."""
-    hidden, cell = state
-    of_row, of_hidden, *biases = weights
-    gates = F.linear(row, of_row, *biases[:1]) + F.linear(hidden, of_hidden, *biases[1:])
-    entry, forget, new, exit_ = gates.chunk(4, 1)
-    cell = torch.sigmoid(forget) * cell + torch.sigmoid(entry) * torch.tanh(new)
-    return F.linear(torch.sigmoid(exit_) * torch.tanh(cell), projection), cell
+def recurrent(name: str, args: Sequence[Any]) -> Callable[[], tuple[Tensor, ...]] | None:
+    """What runs instead of the recurrent layer `name`; None for what is none (see `shape_of`)."""
+    shape = shape_of(name, args)
+    if shape is None:
+        return None
+    rows, state, weights = args[:3]
+    begin = state if name == "lstm" else (state,)
+    return lambda: Layers.apply(shape, rows, *begin, *weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Equal kernels of a call: a product, of which `product` has the letters (see `Shape.sizes`) of rows, columns and what is
+    contracted, or what moves `numbers`; `of` what the gradient is."""
+
+    count: int
+    product: str = ""
+    numbers: int = 0
+    kind: OpKind = OpKind.GEMM
+    of: str = ""
+
+
+def forward_steps(shape: Shape) -> Iterator[Step]:
+    """The kernels of the forward pass."""
+    layers = shape.directions * len(shape.widths)
+    each, gates = shape.steps * layers, shape.cell.forward * shape.samples * shape.hidden
+    for letter, count in shape.read:
+        yield Step(count=count, product=f"rg{letter}")
+    yield Step(count=each, product="sgp")
+    yield Step(count=each, numbers=gates, kind=OpKind.ELEMENTWISE)
+    if shape.projects:
+        yield Step(count=each, product="sph")
+    if shape.dropped:
+        yield Step(count=len(shape.widths) - 1, numbers=2 * shape.between, kind=OpKind.DROPOUT)
+
+
+def backward_steps(shape: Shape, *, rows_need: bool, states_need: bool, biased: bool) -> Iterator[Step]:
+    """The kernels of the backward pass; `rows_need`, `states_need`: whether what came in has gradients."""
+    layers = shape.directions * len(shape.widths)
+    each, gates = shape.steps * layers, shape.cell.backward * shape.samples * shape.hidden
+    yield Step(count=each, numbers=gates, kind=OpKind.ELEMENTWISE, of="input")
+    # The first step hands its gradient on to none.
+    yield Step(count=each if states_need else each - layers, product="spg", of="input")
+    if shape.projects:
+        yield Step(count=each, product="shp", of="input")
+        yield Step(count=layers, product="phr", of="weight")
+    for letter, count in shape.read:
+        if rows_need or letter != FIRST:
+            yield Step(count=count, product=f"r{letter}g", of="input")
+        yield Step(count=count, product=f"g{letter}r", of="weight")
+    yield Step(count=layers, product="gpr", of="weight")
+    if biased:
+        sums = shape.sizes["r"] * shape.sizes["g"] + 2 * shape.sizes["g"]
+        yield Step(count=layers, numbers=sums, kind=OpKind.REDUCTION, of="weight")
+    if shape.dropped:
+        yield Step(count=len(shape.widths) - 1, numbers=2 * shape.between, kind=OpKind.DROPOUT, of="input")

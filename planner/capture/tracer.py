@@ -12,7 +12,6 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from autoparallel.planner.capture.rounds import Key, Made, Rounds, code_place
 from autoparallel.planner.capture.trees import given_tensors, leaves, mapped, named_arguments, plain, tensors
 from autoparallel.planner.capture.values import storage_key
 from autoparallel.planner.capture.vmapped import maps_followed
-from autoparallel.planner.capture.whole import known_index, replacement
+from autoparallel.planner.capture.whole import instead, known_index
 from autoparallel.planner.capture.writer import Pending, Writer, meta_of
 
 
@@ -104,7 +103,7 @@ class Tracer(OpenedFunctions):
             return self.meta_mode.numbers(name, *args)
         args, kwargs = self.meta_mode.in_sight(name, args, kwargs)
         if self.again is not None:
-            return self.again.call(name, partial(replacement(name) or func, *args, **kwargs))
+            return self.again.call(name, instead(name, func, args, kwargs))
         if name in JOINS and (joined := self.pieces.joined(name, args, kwargs)) is not None:
             (func, args), kwargs, called = joined, {}, None
             name = func.__name__
@@ -112,7 +111,7 @@ class Tracer(OpenedFunctions):
             args = (args[0], known_index(args[1]))
         given = given_tensors(args, kwargs)
         place = (name, self._frame.path, *code_place()) if self.rounds else ()
-        run = partial(replacement(name) or func, *args, **kwargs)
+        run = instead(name, func, args, kwargs)
         if (result := self._skipped(place, given, run)) is not NotImplemented:
             return result
         pending = Pending(name, self._frame, saved=[*self._ahead])

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+
+from autoparallel.planner.capture.recurrent import recurrent
 
 
 class Attention(torch.autograd.Function):
@@ -200,6 +203,13 @@ def replacement(name: str) -> Callable[..., Any] | None:
         "embedding": embedding, "embedding_bag": embedding_bag,
     }  # fmt: skip
     return kept.get(name)
+
+
+def instead(
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any]:
+    """What runs where the model calls torch's function `func`: almost always that."""
+    return recurrent(name, args) or partial(replacement(name) or func, *args, **kwargs)
 
 
 def is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -120,7 +120,8 @@ class LocalBlock:
         for spec in specs:
             kernel = self._kernel(op, spec, backward=backward)
             if spec.count != ONCE:
-                kernel = replace(kernel, count=spec.count.at(self.setting.micro))
+                steps = self.index.block.operators[op].kind is OpKind.RECURRENT
+                kernel = replace(kernel, count=spec.count.at(self.setting.micro), in_library=steps)
             found.append(kernel)
             if kernel.product and kernel.dtype in QUANTISED_BYTES:
                 found.append(self._quantise(kernel, spec))
@@ -154,8 +155,11 @@ class LocalBlock:
         s, parts = self.setting, self.letter_parts(op)
         sizes = dict(self.index.block.operators[op].sizes)
         local = {n: sizes[n].at(s.micro) // parts.get(n, 1) if n in sizes else 1 for n in spec.product}
-        rows = s.cp if "m" in sizes and sizes["m"].per_sample else 1  # rows hold the sequence
-        local["m"] = max(local["m"] // rows, 1)
+        rows = (
+            s.cp if "m" in local and "m" in sizes and sizes["m"].per_sample else 1
+        )  # rows hold the sequence
+        if rows > 1:
+            local["m"] = max(local["m"] // rows, 1)
         if "e" in local:  # m counts the rows of all experts, which are taken to get equally many
             local["e"] = max(local["e"] // self.expert_parts(op), 1)
             local["m"] = -(-local["m"] // local["e"])

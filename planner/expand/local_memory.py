@@ -75,9 +75,9 @@ def product_storages(local: LocalBlock, kept: Mapping[str, int]) -> dict[str, in
     """
     index, found = local.index, input_storages(local)
     for operator in index.block.operators:
-        if operator.kind not in PRODUCTS and operator.kind is not OpKind.LEAF:
+        if operator.kind not in PRODUCTS and operator.kind not in (OpKind.LEAF, OpKind.RECURRENT):
             continue
-        # Of what a leaf keeps inside nobody knows which part products made: all of it, to be safe. Keys are gathered again.
+        # Of what a leaf, or a recurrent layer, keeps inside nobody knows which part products made: all of it, to be safe. Keys are gathered again.
         inside = {s: n for s, n in kept.items() if s.startswith(f"{operator.name}#")}
         found |= {s: n for s, n in inside.items() if GATHERED not in s}
         outputs = (operator.name, *(f"{operator.name}.{i}" for i in range(len(operator.outputs))))

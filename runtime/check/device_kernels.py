@@ -1,7 +1,8 @@
-"""Attention and dropout as a GPU runs them, on a dry run's tensors, which have no values: what its kernels keep, a CPU's would not.
+"""Attention, dropout and recurrent layers as a GPU runs them, on a dry run's tensors, which have no values: what its kernels keep, a CPU's would not.
 
 Where there is dropout, or a mask, a CPU's attention keeps the scores whole; a GPU's keeps the statistics of their softmax. Of a dropout a
-CPU keeps a mask of the input's dtype, a GPU one of bytes.
+CPU keeps a mask of the input's dtype, a GPU one of bytes. All steps of a recurrent layer are one call, which keeps what
+`planner/capture/recurrent.py` says.
 Source: aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp; native/Dropout.cpp.
 """
 
@@ -12,16 +13,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from autoparallel.planner.capture.heads import MULTI_HEAD
 from autoparallel.planner.capture.opened import multi_head
+from autoparallel.planner.capture.recurrent import recurrent
 
 _DIMS, _HEADS = 4, 1  # batch, heads, length, head size; the dim of heads
 
 
 class DeviceKernels(TorchFunctionMode):
-    """While active, dropout is a GPU's, and with `flash` so is attention of four dims: the flash kernel or, where it has a mask,
+    """While active, dropout and recurrent layers are a GPU's, and with `flash` so is attention of four dims: the flash kernel or, where it has a mask,
     the memory-efficient one."""
 
     def __init__(self, *, flash: bool) -> None:
@@ -37,6 +40,9 @@ class DeviceKernels(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func is F.dropout and not kwargs.get("inplace"):
             return _dropout(*args, **kwargs)
+        layers = recurrent(getattr(func, "__name__", ""), args)
+        if layers is not None and not isinstance(args[0], DTensor):
+            return layers()
         return func(*args, **kwargs)
 
 

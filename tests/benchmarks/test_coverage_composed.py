@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from autoparallel.planner.capture import capture
 from benchmarks.coverage.composed import Composed, fused_attention
 from benchmarks.coverage.eager import counted_flops, graph_saved_bytes, saved_bytes
+from benchmarks.coverage.stepwise import stepwise
 
 STEPS = 32  # the kernel of GPUs rounds its statistics up to as many rows
 
@@ -49,6 +50,51 @@ def test_attention_keeps_what_the_kernel_of_gpus_keeps(width: int, mask: str) ->
     real = inputs("cpu")
     assert kept_of(lambda: fused_attention(*real)) == expected
     assert torch.equal(fused_attention(*real), F.scaled_dot_product_attention(*real))
+
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "two layers": {"num_layers": 2},
+    "both ways": {"bidirectional": True, "num_layers": 2},
+    "without biases": {"bias": False},
+    "time first": {"batch_first": False},
+    "projected": {"proj_size": 4},
+}
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("setting", RECURRENT)
+def test_step_by_step_is_what_torch_computes(kind: str, setting: str) -> None:
+    if setting == "projected" and kind != "LSTM":
+        pytest.skip("an LSTM alone projects")
+    layer, rows = (
+        getattr(nn, kind)(6, 8, **({"batch_first": True} | RECURRENT[setting])),
+        torch.randn(2, 5, 6),
+    )
+    name = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn_tanh"}[kind]
+    directions = 2 if layer.bidirectional else 1
+    samples = rows.shape[0 if layer.batch_first else 1]
+    sizes = (layer.proj_size or 8, 8)[: 2 if kind == "LSTM" else 1]
+    state = [torch.randn(layer.num_layers * directions, samples, size) for size in sizes]
+    given = tuple(state) if kind == "LSTM" else state[0]
+    run = stepwise(
+        name,
+        (
+            rows,
+            given,
+            layer._flat_weights,
+            layer.bias,
+            layer.num_layers,
+            0.0,
+            True,
+            layer.bidirectional,
+            layer.batch_first,
+        ),
+    )
+    assert run is not None
+    out, *last = run()
+    expected, ends = layer(rows, given)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(tuple(last), ends if kind == "LSTM" else (ends,))
 
 
 class Unlike(nn.Module):
