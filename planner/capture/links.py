@@ -36,7 +36,8 @@ def repeated_paths(module: nn.Module) -> tuple[str, ...]:
     """Paths of the outermost repeated modules: children with parameters of a `ModuleList` (or of a `ModuleDict` whose keys are numbers), and those of a
     `Sequential` whose class occurs there more than once. In order of registration.
 
-    A container is looked into first; it counts itself where nothing in it is repeated. What has no `forward` (a
+    A container is looked into first; it counts itself where nothing in it is repeated, or where it is (a `Sequential` of layers in a
+    list of such) and no two modules in it are alike. What has no `forward` (a
     `ModuleDict`, a bare `Module` that only holds others) is never called: in a list, what it holds counts.
     """
     return tuple(_repeated(module, "", holds=False))
@@ -53,8 +54,31 @@ def _repeated(parent: nn.Module, path: str, *, holds: bool) -> list[str]:
             continue
         entry = holds or is_list(parent)
         inside = _repeated(child, child_path, holds=entry and not _has_forward(child))
+        if (
+            counts
+            and inside
+            and _is_whole(parent, child, [child.get_submodule(p[len(child_path) + 1 :]) for p in inside])
+        ):
+            inside = []
         found += inside or ([child_path] if counts else [])
     return found
+
+
+def _is_whole(parent: nn.Module, child: nn.Module, inside: Sequence[nn.Module]) -> bool:
+    """Whether a container has its like beside it, and no two of the modules inside of it are alike."""
+    own = _outline(child)
+    if not any(_outline(other) == own for other in parent.children() if other is not child):
+        return False
+    outlines = [_outline(part) for part in inside]
+    return len(set(outlines)) == len(outlines)
+
+
+def _outline(module: nn.Module) -> tuple[object, ...]:
+    """The classes of a module's parts and the shapes of its parameters."""
+    return tuple(
+        (path, type(part), *((name, p.shape) for name, p in part.named_parameters(recurse=False)))
+        for path, part in module.named_modules()
+    )
 
 
 def _has_forward(module: nn.Module) -> bool:
