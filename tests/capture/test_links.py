@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from autoparallel.planner.capture.links import repeated_paths
 
@@ -22,6 +22,9 @@ class _Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x))  # type: ignore[no-any-return]
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
