@@ -270,6 +270,11 @@ class ModelGraph:
         return tuple(i for i, link in enumerate(self.chain) if link.repeated)
 
     @cached_property
+    def backward_throughout(self) -> bool:
+        """Whether every part of the model has a backward pass; frozen ones that no gradient goes through have none."""
+        return all(any(op.backward for op in block.operators) for block in self.blocks if block.parameters)
+
+    @cached_property
     def parameter_count(self) -> int:
         """Number of parameters, tied ones once."""
         return sum(parameter.numel for parameter in self._each_parameter())

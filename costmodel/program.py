@@ -192,7 +192,9 @@ class BlockWork:
 
     @property
     def regathers(self) -> tuple[Collective, ...]:
-        """What is gathered before a backward."""
+        """What is gathered before a backward; nothing where there is none, of a frozen part that no gradient goes through."""
+        if not (self.backward_input or self.backward_weight):
+            return ()
         return tuple(one for one in (self.regather or self.gather, self.expert_gather) if one is not None)
 
 

@@ -5,24 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoparallel.costmodel.graph import ModelGraph, TensorSpec
+from autoparallel.costmodel.graph import Block, ModelGraph, OpKind, TensorSpec
+
+_PRODUCTS = frozenset({OpKind.GEMM, OpKind.CONV})
 
 
 def carried_inputs(graph: ModelGraph, position: int) -> tuple[int, ...]:
     """Positions of the inputs of the link at `position` that a gradient flows back through.
 
     Those are the activations that the link before hands on; an input takes the first of them with its shape
-    and dtype that no input before it took.
+    and dtype that no input before it took. What a product reads that makes no gradient of its input is none of them.
     """
     if position == 0:
         return ()
-    waiting = list(graph.chain[position - 1].sends)
+    waiting, block = list(graph.chain[position - 1].sends), graph.blocks[graph.chain[position].block]
     found = []
-    for i, spec in enumerate(graph.blocks[graph.chain[position].block].inputs):
+    for i, spec in enumerate(block.inputs):
         if spec in waiting:
             waiting.remove(spec)
-            found.append(i)
+            if not _stops_at(block, f"input:{i}"):
+                found.append(i)
     return tuple(found)
+
+
+def _stops_at(block: Block, value: str) -> bool:
+    """Whether a product that reads `value` shows that no gradient goes back to it: what is given to a model, or made without
+    gradients."""
+    return any(
+        op.kind in _PRODUCTS and value in op.inputs and all(k.gradient_of != "input" for k in op.backward)
+        for op in block.operators
+    )
 
 
 def handed_on(graph: ModelGraph, position: int) -> tuple[str, ...]:

@@ -57,9 +57,9 @@ def passes_of(layout: Layout, setting: Setting, units: tuple[Unit, ...] | None =
         units = fused_units(layout, setting.execution.kernels)
     kept = memory.saved_storages(local, units)
     inputs, weights = _backward(local, units)
-    forward_of = tuple(map(tuple, _forward(local, units)))
+    *forward_of, handed_on = map(tuple, _forward(local, units))
     return Passes(
-        local=local, units=units, forward=tuple(chain(*forward_of)), forward_of=forward_of, kept=kept,
+        local=local, units=units, forward=(*chain(*forward_of), *handed_on), forward_of=tuple(forward_of), kept=kept,
         backward_input=tuple(inputs), backward_weight=tuple(weights),
         backward_bytes=backward_bytes(local, units, kept),
     )  # fmt: skip
@@ -150,7 +150,8 @@ def _last_keeper(units: Sequence[Unit]) -> int:
 
 
 def _forward(local: LocalBlock, units: Sequence[Unit]) -> list[list[Step]]:
-    """Steps by unit, what is communicated before a unit with it."""
+    """Steps by unit, what is communicated before a unit with it; then what is communicated of what the block returns, which no
+    second forward comes to."""
     found: list[list[Step]] = []
     pending = list(local.layout.moves)
     for unit in units:
@@ -163,14 +164,18 @@ def _forward(local: LocalBlock, units: Sequence[Unit]) -> list[list[Step]]:
         steps += _unit_forward(local, unit)
         steps += [c for op in unit.ops for c in inner_collectives(local, op)]
     if units and units[-1].ops[-1] == len(local.index.block.operators) - 1:
-        for move in pending:  # at the outputs of the block's last modules
-            found[-1] += _communication(local, move, backward=False)
+        # At the outputs of the block's last modules.
+        found.append([step for move in pending for step in _communication(local, move, backward=False)])
+    else:
+        found.append([])
     return found
 
 
 def _communication(local: LocalBlock, move: Reshard | Exchange, *, backward: bool) -> list[Step]:
     if isinstance(move, Exchange):
         return _exchange(local, move, backward=backward)
+    if backward and move.value not in local.index.needs_grad:
+        return []
     dispatched = _dispatched(local, PER_MOVE, backward=backward)
     return [
         *_collectives(local, move, backward=backward),

@@ -17,12 +17,16 @@ def of_kinds(table: PriceTable, each_s: Floats, expert_s: Floats, numbers: str) 
     return table.of_kinds(dense) * each_s[:, None] + table.of_kinds(experts) * expert_s[:, None]
 
 
-def gathers_s(repeated: int, communication: Communication, table: PriceTable) -> dict[str, Floats]:
+def gathers_s(
+    repeated: int, communication: Communication, table: PriceTable, *, again: bool
+) -> dict[str, Floats]:
     """Of a layer group, of all parameters, of a layer group of each kind, and of one parameter: what is gathered before a forward, and
-    before a backward."""
-    found, expert_s = {}, communication.gather_expert_s
-    for name in ("gather", "regather"):
-        group_s, each_s = getattr(communication, f"{name}_s"), getattr(communication, f"{name}_each_s")
+    before a backward: nothing is known of that where not all parts of the model have one (`again`)."""
+    found = {}
+    for name, counts in (("gather", 1.0), ("regather", float(again))):
+        group_s, each_s, expert_s = (
+            counts * getattr(communication, key) for key in (f"{name}_s", f"{name}_each_s", "gather_expert_s")
+        )
         with_experts_s = group_s + expert_s * table.group_experts
         all_s = each_s * table.all_parameters + expert_s * table.all_experts
         found[f"group_{name}_s"] = with_experts_s

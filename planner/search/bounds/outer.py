@@ -298,7 +298,7 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
         + communication.reduce_expert_s * table.group_expert_trainable,
         all_reduce_s=communication.reduce_s * table.all_trainable
         + communication.reduce_expert_s * table.all_expert_trainable,
-        **gathers_s(outer.repeated, communication, table),
+        **gathers_s(outer.repeated, communication, table, again=outer.problem.graph.backward_throughout),
         **updates_s(shapes.pp, communication, table),
         group_step_s=communication.step_s * table.group_trainable
         + communication.step_expert_s * table.group_expert_trainable

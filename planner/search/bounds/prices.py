@@ -191,6 +191,7 @@ class PriceBook:
         )  # FSDP2 gathers a tied tensor once
         both = gathers_of(gathered, work.expert_parameters, strategy)
         again = (regather_of(gathered, work.expert_parameters, strategy) or both[0], both[1])
+        again = again if work.backward_input or work.backward_weight else (None, None)
         gathers, regathers = (
             [gather for gather in every if gather is not None and not one_by_one] for every in (both, again)
         )
