@@ -85,9 +85,7 @@ class Kernel:
     beside: bool = (
         False  # on a stream of its own: only what the kernels of its pass do not hide is waited for
     )
-    in_library: bool = (
-        False  # launched by a library's own loop, one after another: a step of a recurrent layer
-    )
+    in_library: bool = False  # launched in a library's own loop: a step of a recurrent layer
     sharers: int = 1  # devices whose kernels like this one use their host's memory at the same time
 
 

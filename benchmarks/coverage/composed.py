@@ -5,6 +5,7 @@
   that of CPUs as the query lies: what follows copies here and not there.
 - Recurrent layers: a kernel of a library runs all steps, keeps what is its own affair, and `flop_counter` does not see it. Step by
   step it does; `fused` ones keep what those of accelerators keep.
+- Scans that are a library's kernel on accelerators (`library_kernels.py`), and return numbers of no meaning here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from autoparallel.planner.capture.library_kernels import KERNELS
 from autoparallel.planner.capture.opened import OpenedFunctions
 from autoparallel.planner.capture.recurrent import Layers, shape_of
 from benchmarks.coverage.stepwise import stepwise
@@ -42,6 +44,8 @@ class Composed(OpenedFunctions):
         if self._fused and func is F.scaled_dot_product_attention and _is_other(*args, **kwargs):
             self.replaced.add("attention")
             return fused_attention(*args, **kwargs)
+        if func in KERNELS.values():
+            self.replaced.add(func.__name__)
         return func(*args, **kwargs)
 
 

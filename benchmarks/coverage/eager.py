@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
+from autoparallel.planner.capture.library_kernels import library_kernels
 from autoparallel.planner.capture.trees import mapped, plain, tensors
 from benchmarks.coverage.composed import Composed
 
@@ -51,7 +52,8 @@ def saved_bytes(module: nn.Module, inputs: Mapping[str, Any], mode: Composed | N
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), mode or nullcontext():
+    whole = library_kernels(module) if mode else nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), mode or nullcontext(), whole:
         output = module(**inputs)
     del output
     return sum(size for size, _ in kept.values())

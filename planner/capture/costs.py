@@ -15,6 +15,7 @@ from autoparallel.planner.capture.alike import twins
 from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.gradients import gradient_of
 from autoparallel.planner.capture.labels import Labels, attention_labels, product_labels
+from autoparallel.planner.capture.library_kernels import SCAN
 from autoparallel.planner.capture.links import calls_by_link
 from autoparallel.planner.capture.nodes import (
     Launch,
@@ -89,7 +90,7 @@ def _labels(call: fx.Node, kind: OpKind) -> Labels | None:
     outputs = [tensor(node) for node in tensor_outputs(call)]
     if kind is OpKind.ATTENTION:
         return attention_labels(inputs)
-    if kind is OpKind.RECURRENT:
+    if call.meta["torch_name"] in CELLS:
         return Labels(names=(), sizes=_recurrent_shape(call).sizes)
     if kind in _PRODUCTS and len(inputs) >= 2:
         return product_labels(call.meta["torch_name"], inputs, outputs, plain_arguments(call))
@@ -268,7 +269,9 @@ def _leaf(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
 
 
 def _recurrent(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
-    """The products, and the steps, of the layers of one call."""
+    """The products, and the steps, of the layers of one call; a scan's one kernel each way."""
+    if call.meta["torch_name"] == SCAN:
+        return _scan(call, fit)
     rows, state, *_ = (node.meta["requires_grad"] for node in tensor_inputs(call))
     biased = any(len(tensor(node).shape) == 1 for node in tensor_inputs(call))
     shapes = [_recurrent_shape(same) for same in twins(call)]
@@ -281,6 +284,23 @@ def _recurrent(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
         return forward, ()
     back = made(partial(backward_steps, rows_need=rows, states_need=state, biased=biased))
     return forward, (*_again(forward if "runs_again" in call.meta else ()), *back)
+
+
+def _scan(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
+    """Forward all of the arguments and results once, backward twice; a product of states and what is read out of them."""
+    moved, flops = [], []
+    for same in twins(call):
+        rows, _, states, *_ = given = [tensor(node) for node in tensor_inputs(same)]
+        moved.append(sum(map(kernels.tensor_bytes, (*given, *map(tensor, tensor_outputs(same))))))
+        flops.append(2 * math.prod(rows.shape) * states.shape[-1])
+    dtype = tensor(tensor_outputs(call)[0]).dtype
+    kernel = KernelSpec(
+        kind=OpKind.ELEMENTWISE, dtype=dtype, flops=fit.cost(flops), bytes_moved=fit.cost(moved)
+    )
+    if not call.meta["backward"]:
+        return (kernel,), ()
+    back = replace(kernel, flops=kernel.flops * 2, bytes_moved=kernel.bytes_moved * 2, gradient_of="input")
+    return (kernel,), (*_again((kernel,) if "runs_again" in call.meta else ()), back)
 
 
 def _recurrent_shape(call: fx.Node) -> Shape:
@@ -347,7 +367,7 @@ def _kind(call: fx.Node) -> OpKind:
         return OpKind.GROUPED_GEMM
     if name == _ATTENTION:
         return OpKind.ATTENTION
-    if name in CELLS:
+    if name in CELLS or name == SCAN:
         return OpKind.RECURRENT
     if name in {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}:
         return OpKind.CROSS_ENTROPY

@@ -22,6 +22,7 @@ import torch
 from autoparallel.errors import UserError
 from autoparallel.planner.capture.errors import UntraceableError
 from autoparallel.planner.capture.inputs_mended import fewer_places, resized, shorter
+from autoparallel.planner.capture.library_kernels import library_kernels
 from autoparallel.planner.capture.meta_mode import READERS, MetaMode
 from autoparallel.planner.capture.on_meta import left_as_it_was, noted_values
 from autoparallel.planner.capture.opened import OpenedFunctions
@@ -84,7 +85,7 @@ def failure(module: Any, inputs: Inputs) -> tuple[Exception | None, int]:
     whole = Whole(mode, _LONG_ENOUGH_S)
     try:
         given = mapped(lambda x: mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
-        with left_as_it_was(module), undropped(), torch.no_grad(), mode, whole:
+        with left_as_it_was(module), undropped(), library_kernels(module), torch.no_grad(), mode, whole:
             module(**given)
     except (UntraceableError, LongEnoughError):
         return None, whole.calls

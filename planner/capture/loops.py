@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from autoparallel.costmodel.graph import ModelGraph, OpKind
+from autoparallel.planner.capture.library_kernels import SCAN
 
 # Calls of one operator by one module in one forward pass: what is no loop over tokens or time has far fewer (two
 # additions in a block of a transformer, a dozen in an attention written out). Kind: formula.
@@ -14,6 +15,7 @@ MANY_CALLS = 64
 def loop_warnings(graph: ModelGraph) -> tuple[str, ...]:
     """One warning for each place that calls an operator so often, the same place in every layer counted once."""
     found: dict[str, tuple[int, str]] = {}
+    scans = any(op.target.endswith(SCAN) for block in graph.blocks for op in block.operators)
     for link in graph.chain:
         block = graph.blocks[link.block]
         calls: Counter[tuple[str, str]] = Counter()
@@ -27,7 +29,15 @@ def loop_warnings(graph: ModelGraph) -> tuple[str, ...]:
             whole = ".".join(filter(None, (link.path, module)))
             place = ".".join("*" if part.isdigit() else part for part in whole.split(".")) or "the model"
             found[place] = max(found.get(place, (0, "")), (count, target))
-    return tuple(
+    priced = (
+        (
+            f"its {SCAN} is priced as the kernel of mamba_ssm; where that is not installed its own code runs, step by step and many "
+            "times slower",
+        )
+        if scans
+        else ()
+    )
+    return priced + tuple(
         f"{place} calls {target} {count:,} times in one forward pass: a loop in Python, priced call by call. Where a "
         "fused kernel runs instead (of a state-space model, say), steps are shorter than predicted; a shorter --seq-len "
         "is captured and planned sooner"

@@ -14,6 +14,7 @@ from autoparallel.planner.capture.as_written import as_written
 from autoparallel.planner.capture.errors import ModelError, TraceError, UntraceableError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, forwards_replaced, positions_hidden
 from autoparallel.planner.capture.leaf import LeafError
+from autoparallel.planner.capture.library_kernels import library_kernels
 from autoparallel.planner.capture.losses import scalar_losses
 from autoparallel.planner.capture.nodes import Role
 from autoparallel.planner.capture.on_meta import left_as_it_was, noted_values, with_batch
@@ -110,6 +111,7 @@ def _run(module: torch.nn.Module, inputs: Any, plan: FoldPlan, tracer: Tracer) -
             forwards_replaced(module, plan, tracer),
             trusting(),
             as_written(),
+            library_kernels(module),
             undropped(),
             tracer.recording(),
         ):

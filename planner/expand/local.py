@@ -136,6 +136,10 @@ class LocalBlock:
             return self._attention(op, flops, moved, dtype, backward=backward)
         if spec.kind in PRODUCTS and spec.product:
             return self._product(op, spec, flops, moved, dtype, backward=backward)
+        if operator.kind is OpKind.RECURRENT:  # runs on the whole sequence
+            return Kernel(
+                kind=spec.kind, dtype=dtype, flops=flops, bytes_moved=round(moved), backward=backward
+            )
         division = self.split(op) * s.cp
         if s.cp > 1:  # every share of the sequence meets all parameters, or gives their gradients
             moved += min(spec.bytes_moved.const, 2 * self._parameter_bytes(op)) * scale * (s.cp - 1)
@@ -155,10 +159,9 @@ class LocalBlock:
         s, parts = self.setting, self.letter_parts(op)
         sizes = dict(self.index.block.operators[op].sizes)
         local = {n: sizes[n].at(s.micro) // parts.get(n, 1) if n in sizes else 1 for n in spec.product}
-        rows = (
-            s.cp if "m" in local and "m" in sizes and sizes["m"].per_sample else 1
-        )  # rows hold the sequence
-        if rows > 1:
+        sequence = "m" in local and "m" in sizes and sizes["m"].per_sample
+        rows = s.cp if sequence else 1  # rows hold the sequence
+        if "m" in local:
             local["m"] = max(local["m"] // rows, 1)
         if "e" in local:  # m counts the rows of all experts, which are taken to get equally many
             local["e"] = max(local["e"] // self.expert_parts(op), 1)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.errors import UserError
+from autoparallel.planner.capture.library_kernels import library_kernels
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.runtime.capabilities.rows import GLOO
@@ -128,7 +129,7 @@ def dry_run(
             i: _lowered(stages[i], module, strategy, blocks, mesh, dtypes, memory, sharings, entered, alone)
             for i in sorted({*alike})
         }
-        with memory:
+        with memory, library_kernels(module):
             return _Step(stages, lowered, alike, strategy, mesh, dtypes).run(on_cpu(inputs))
 
 

