@@ -15,9 +15,9 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
-# Files of tests run side by side, two processes more than there are cores, as a third of the time some only wait: memory limits how
+# Files of tests run side by side, one process more than there are cores, as a third of the time some only wait: memory limits how
 # many. The longest begin first (tests/conftest.py).
-WORKERS := $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 2, 4))")
+WORKERS := $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 1, 4))")
 test: lint types
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -47,7 +47,7 @@ from autoparallel.runtime.experts.parallel import Sharing, check_experts, expert
 from autoparallel.runtime.fsdp_private import accumulated_bytes
 from autoparallel.runtime.gradients.replicas import with_levels
 from autoparallel.runtime.loading.materialise import all_names
-from autoparallel.runtime.lowering.lower import Dtypes, Lowered, lower_module, torch_dtype
+from autoparallel.runtime.lowering.lower import Dtypes, Lowered, hold_in, lower_module, torch_dtype
 from autoparallel.runtime.lowering.micro_batches import as_call
 from autoparallel.runtime.lowering.parallel_module import numerics
 from autoparallel.runtime.pipeline.channels import describe, gradient_part, rebuild
@@ -112,7 +112,7 @@ def dry_run(
     """
     dtypes = _dtypes(strategy.execution)
     planned = {parameter.dtype for parameter in module.parameters()}
-    module.to(dtypes.param)
+    hold_in(module, dtypes.param)
     with as_one_of(strategy.mesh.devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about devices and kernels that play no part here
         check_strategy(

@@ -220,9 +220,14 @@ def lower_module(
 def _prepare(module: nn.Module, strategy: Strategy, dtypes: Dtypes) -> None:
     """Parameters in the dtype that they are held in, gradients as ranks can add them."""
     if dtypes.param != next((p.dtype for p in module.parameters() if p.is_floating_point()), dtypes.param):
-        module.to(dtypes.param)
+        hold_in(module, dtypes.param)
     if strategy.mesh.devices > 1:
         make_dense(module)
+
+
+def hold_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """Have parameters and buffers of real numbers in `dtype`, in place; complex ones stay, of which `Module.to` would drop a half."""
+    module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def _puts_off(module: nn.Module, blocks: Sequence[str], strategy: Strategy) -> bool:

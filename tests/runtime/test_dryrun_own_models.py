@@ -27,6 +27,7 @@ from autoparallel.planner.strategy.types import (
     Strategy,
 )
 from autoparallel.profiles import load_cluster
+from autoparallel.runtime.lowering.lower import hold_in
 from tests.planned import plan
 
 WIDTH, SAMPLES, DEPTH = 256, 8, 3
@@ -130,3 +131,10 @@ def test_parts_without_a_backward_are_gathered_once_and_bounds_know_that() -> No
     by_name = {work.name: (len(work.gathers), len(work.regathers)) for work, _ in stage.blocks}
     assert by_name["Block"] == (1, 0), "the teacher's"
     assert by_name["Block_2"] == by_name["Block_3"] == (1, 1)
+
+
+def test_complex_parameters_stay_complex_in_another_precision() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module.register_parameter("modes", nn.Parameter(torch.randn(4, dtype=torch.complex64)))
+    hold_in(module, torch.bfloat16)
+    assert [p.dtype for p in module.parameters()] == [torch.complex64, *[torch.bfloat16] * 4]
