@@ -74,6 +74,20 @@ class Ended(nn.Module):
         return x.square().mean()
 
 
+class Waves(nn.Module):
+    """Mixes the lowest frequencies by complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes = nn.Parameter(torch.randn(WIDTH, WIDTH, 4, dtype=torch.complex64))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = torch.fft.rfft(x, dim=1)[:, :4]
+        mixed = torch.einsum("bki,iok->bko", low, self.modes)
+        return (self.out(torch.fft.irfft(mixed, n=x.shape[1], dim=1)) - x).square().mean()
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +109,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Strategy]] = {
     "ended, tensor parallel, recomputed": (
         Ended, FLAT, Strategy(batch=Batch(global_=8, micro=8), mesh=Mesh(tp=2), recompute=FULL)
     ),
+    "complex weights": (Waves, SEQUENCE, Strategy(batch=Batch(global_=16, micro=8), mesh=Mesh(dp_replicate=2))),
     "recurrent, zero 3": (
         Recurrent, SEQUENCE, Strategy(batch=Batch(global_=16, micro=4), mesh=Mesh(dp_shard=2), shard=Shard(zero=3))
     ),
