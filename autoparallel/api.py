@@ -31,15 +31,11 @@ from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.planner.strategy.write import write_text
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.likest import device_of_hardware
-from autoparallel.runtime.capabilities.models import check_model, model_limits, refused_model
+from autoparallel.runtime.capabilities.models import check_devices, check_model, model_limits
 from autoparallel.runtime.capabilities.table import limits
 from autoparallel.runtime.experts.modules import expert_modules
 from autoparallel.runtime.experts.parallel import can_share
-from autoparallel.runtime.limits import (
-    entered_blocks,
-    kernels_to_choose,
-    on_devices,
-)
+from autoparallel.runtime.limits import entered_blocks, kernels_to_choose, on_devices
 from autoparallel.runtime.lowering.compiled import can_compile
 from autoparallel.runtime.lowering.lower import Dtypes, dtype_name, module_dtypes
 from autoparallel.runtime.ranks.accelerator import device_name
@@ -141,8 +137,7 @@ def _decide(
     graph = _captured(module, example_inputs, given.graph, computed)
     graph = _with_other_lengths(graph, module, source, given, computed)
     _check_graph(source, graph, module, example_inputs, computed)
-    if refused := refused_model(graph, world_size()):
-        raise UserError(refused)
+    check_devices(graph, world_size())
     cluster = _cluster(given.cluster, source, device)
     shared = {} if can_share(module, expert_modules(graph), device) else {"mesh.ep": 1, "mesh.cp": 1}
     strategy = find_strategy(

@@ -36,7 +36,7 @@ from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.hardware import Device
 from autoparallel.profiles.record import cluster_hash, differing, recorded_hash
-from autoparallel.runtime.capabilities.models import refused_model
+from autoparallel.runtime.capabilities.models import check_devices
 from autoparallel.runtime.capabilities.table import limits
 from autoparallel.runtime.limits import graph_limits, kernels_to_choose, refuser
 
@@ -307,8 +307,7 @@ def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
         where = f"{checked.request.strategy}: " if checked.request.strategy else ""
         raise UserError("\n".join(f"{where}{problem}" for problem in problems))
     if checked.request.runnable:
-        if refused := refused_model(graph, checked.cluster.devices):
-            raise UserError(refused)
+        check_devices(graph, checked.cluster.devices)
         dropped = {"execution.dropout": graph.dropout} if graph.dropout else {}
         constraints = {**graph_limits(graph), **dropped, **constraints}
     batch = constraints.get("batch.global", checked.cluster.devices)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 
 from autoparallel.planner.capture.library_kernels import KERNELS
 from autoparallel.planner.capture.opened import OpenedFunctions
-from autoparallel.planner.capture.recurrent import Layers, shape_of
+from autoparallel.planner.capture.recurrent import recurrent
 from benchmarks.coverage.stepwise import stepwise
 
 
@@ -85,13 +85,12 @@ class _Fused(torch.autograd.Function):
 
 def fused_recurrent(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """A recurrent layer that keeps what is priced, with the values of torch's. It has no backward pass."""
-    shape, steps = shape_of(name, args), stepwise(name, args)
-    assert shape is not None
+    steps, layers = stepwise(name, args), recurrent(name, args)
     assert steps is not None
+    assert layers is not None
     with torch.no_grad():
         values = steps()
-    begin = args[1] if name == "lstm" else (args[1],)
-    found: tuple[Tensor, ...] = Layers.apply(shape, args[0], *begin, *args[2])
+    found = layers()
     for made, value in zip(found, values, strict=True):
         made.data.copy_(value)
     return found

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autoparallel.planner.capture.recurrent import shape_of
+
 CELLS: dict[str, Callable[..., Any]] = {
     "lstm": torch.lstm_cell,
     "gru": torch.gru_cell,
@@ -21,9 +23,7 @@ CELLS: dict[str, Callable[..., Any]] = {
 def stepwise(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None:
     """What runs instead of the recurrent layer `name`; None for other functions, and for packed sequences, whose lengths are
     values."""
-    if name not in CELLS or len(args) != 9 or not isinstance(args[2], list | tuple):
-        return None
-    return lambda: _layers(name, *args)
+    return None if shape_of(name, args) is None else lambda: _layers(name, *args)
 
 
 def _layers(

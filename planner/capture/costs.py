@@ -15,7 +15,7 @@ from autoparallel.planner.capture.alike import twins
 from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.gradients import gradient_of
 from autoparallel.planner.capture.labels import Labels, attention_labels, product_labels
-from autoparallel.planner.capture.library_kernels import SCAN
+from autoparallel.planner.capture.library_kernels import ONE_CALL, SCAN
 from autoparallel.planner.capture.links import calls_by_link
 from autoparallel.planner.capture.nodes import (
     Launch,
@@ -177,6 +177,13 @@ def _again(forward: _Kernels) -> _Kernels:
     return tuple(replace(kernel, gradient_of="input") for kernel in forward)
 
 
+def _both(call: fx.Node, forward: _Kernels, back: _Kernels) -> tuple[_Kernels, _Kernels]:
+    """The passes of a call that stays whole: no backward where no gradient reaches it, and the forward once more where that runs again."""
+    if not call.meta["backward"]:
+        return forward, ()
+    return forward, (*_again(forward if "runs_again" in call.meta else ()), *back)
+
+
 def _launched(row: Sequence[Launch], of: str, owner: OpKind, sizes: dict[str, int], fit: Fit) -> _Kernels:
     """The kernels of one launch, seen at each micro-batch: one, or two for a convolution's backward."""
     if not kernels.runs_kernel(row[0]):
@@ -236,8 +243,6 @@ def _attention(call: fx.Node, labels: Sequence[Labels | None], fit: Fit) -> tupl
         flops=fit.cost(flops),
         bytes_moved=fit.cost(moved),
     )
-    if not call.meta["backward"]:  # no gradient reaches it
-        return (kernel,), ()
     # Backward reads what forward moved and the output's gradient, and writes the inputs' gradients.
     back = replace(
         kernel,
@@ -245,7 +250,7 @@ def _attention(call: fx.Node, labels: Sequence[Labels | None], fit: Fit) -> tupl
         bytes_moved=kernel.bytes_moved * 2,
         gradient_of="input",
     )
-    return (kernel,), (*_again((kernel,) if "runs_again" in call.meta else ()), back)
+    return _both(call, (kernel,), (back,))
 
 
 def _leaf(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
@@ -280,10 +285,8 @@ def _recurrent(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
         return tuple(_of_steps(same, shapes, call, fit) for same in zip(*map(steps, shapes), strict=True))
 
     forward = made(forward_steps)
-    if not call.meta["backward"]:  # no gradient reaches it
-        return forward, ()
     back = made(partial(backward_steps, rows_need=rows, states_need=state, biased=biased))
-    return forward, (*_again(forward if "runs_again" in call.meta else ()), *back)
+    return _both(call, forward, back)
 
 
 def _scan(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
@@ -297,10 +300,8 @@ def _scan(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
     kernel = KernelSpec(
         kind=OpKind.ELEMENTWISE, dtype=dtype, flops=fit.cost(flops), bytes_moved=fit.cost(moved)
     )
-    if not call.meta["backward"]:
-        return (kernel,), ()
     back = replace(kernel, flops=kernel.flops * 2, bytes_moved=kernel.bytes_moved * 2, gradient_of="input")
-    return (kernel,), (*_again((kernel,) if "runs_again" in call.meta else ()), back)
+    return _both(call, (kernel,), (back,))
 
 
 def _recurrent_shape(call: fx.Node) -> Shape:
@@ -367,7 +368,7 @@ def _kind(call: fx.Node) -> OpKind:
         return OpKind.GROUPED_GEMM
     if name == _ATTENTION:
         return OpKind.ATTENTION
-    if name in CELLS or name == SCAN:
+    if name in ONE_CALL:
         return OpKind.RECURRENT
     if name in {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}:
         return OpKind.CROSS_ENTROPY

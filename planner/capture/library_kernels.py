@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autoparallel.planner.capture.recurrent import CELLS
+
 SCAN = "selective_scan_fn"
 _CHUNK = 2048  # steps between states that the scan keeps
 _LOOKED_UP = "func_name"  # what transformers calls a kernel by, in the function that looks for it
@@ -57,6 +59,7 @@ def selective_scan_fn(
 
 
 KERNELS: Mapping[str, Callable[..., Any]] = {SCAN: selective_scan_fn}
+ONE_CALL = frozenset({*CELLS, *KERNELS})  # functions that run all steps
 
 
 def looked_up(function: object) -> str:
@@ -73,18 +76,16 @@ def looked_up(function: object) -> str:
 @contextmanager
 def library_kernels(module: nn.Module) -> Iterator[None]:
     """While inside, what the code of the module's classes looks for among KERNELS is found: modes over torch's functions see one call."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+    found: list[tuple[dict[str, Any], str, Any]] = []
     for place in dict.fromkeys(type(part).__module__ for part in module.modules()):
         names = vars(sys.modules[place]) if place in sys.modules else {}
-        for key, value in names.items():
-            if looked_up(value) in KERNELS:
-                found[id(names), key] = (names, value)
+        found += [(names, key, own) for key, own in names.items() if looked_up(own) in KERNELS]
     try:
-        for (_, key), (names, own) in found.items():
+        for names, key, own in found:
             names[key] = _told(KERNELS[looked_up(own)], own)
         yield
     finally:
-        for (_, key), (names, own) in found.items():
+        for names, key, own in found:
             names[key] = own
 
 

@@ -16,9 +16,8 @@ from torch import fx
 from autoparallel.costmodel.graph import Sharding, Size, parts_of, sharded_dim
 from autoparallel.planner.capture.alike import twins
 from autoparallel.planner.capture.fit import Fit
-from autoparallel.planner.capture.library_kernels import SCAN
+from autoparallel.planner.capture.library_kernels import ONE_CALL
 from autoparallel.planner.capture.nodes import Launch, Meta, Role, tensor, tensor_inputs, tensor_outputs
-from autoparallel.planner.capture.recurrent import CELLS
 from autoparallel.planner.capture.rules import Row, Rules
 from autoparallel.planner.capture.whole import GROUPED_PRODUCTS
 
@@ -33,7 +32,7 @@ def legal_shardings(rules: Rules, call: fx.Node, fit: Fit) -> tuple[Sharding, ..
     name, inputs = call.meta["torch_name"], [tensor(node) for node in tensor_inputs(call)]
     outputs = [tensor(node) for node in tensor_outputs(call)]
     everything = Sharding(inputs=("R",) * len(inputs), outputs=("R",) * len(outputs))
-    if not inputs or "leaf" in call.meta or name in CELLS or name == SCAN:
+    if not inputs or "leaf" in call.meta or name in ONE_CALL:
         return (everything,)
     if name == "scaled_dot_product_attention":
         rows = _attention_rows(rules, inputs)

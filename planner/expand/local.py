@@ -136,13 +136,10 @@ class LocalBlock:
             return self._attention(op, flops, moved, dtype, backward=backward)
         if spec.kind in PRODUCTS and spec.product:
             return self._product(op, spec, flops, moved, dtype, backward=backward)
-        if operator.kind is OpKind.RECURRENT:  # runs on the whole sequence
-            return Kernel(
-                kind=spec.kind, dtype=dtype, flops=flops, bytes_moved=round(moved), backward=backward
-            )
-        division = self.split(op) * s.cp
-        if s.cp > 1:  # every share of the sequence meets all parameters, or gives their gradients
-            moved += min(spec.bytes_moved.const, 2 * self._parameter_bytes(op)) * scale * (s.cp - 1)
+        cp = 1 if operator.kind is OpKind.RECURRENT else s.cp  # which runs on the whole sequence
+        division = self.split(op) * cp
+        if cp > 1:  # every share of the sequence meets all parameters, or gives their gradients
+            moved += min(spec.bytes_moved.const, 2 * self._parameter_bytes(op)) * scale * (cp - 1)
         return Kernel(
             kind=spec.kind, dtype=dtype, flops=flops // division, bytes_moved=round(moved / division),
             backward=backward,

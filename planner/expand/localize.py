@@ -163,12 +163,9 @@ def _forward(local: LocalBlock, units: Sequence[Unit]) -> list[list[Step]]:
         steps += [c for op in unit.ops for c in key_collectives(local, op, backward=False)]
         steps += _unit_forward(local, unit)
         steps += [c for op in unit.ops for c in inner_collectives(local, op)]
-    if units and units[-1].ops[-1] == len(local.index.block.operators) - 1:
-        # At the outputs of the block's last modules.
-        found.append([step for move in pending for step in _communication(local, move, backward=False)])
-    else:
-        found.append([])
-    return found
+    whole = units and units[-1].ops[-1] == len(local.index.block.operators) - 1
+    at_outputs = pending if whole else []  # of the block's last modules
+    return [*found, [step for move in at_outputs for step in _communication(local, move, backward=False)]]
 
 
 def _communication(local: LocalBlock, move: Reshard | Exchange, *, backward: bool) -> list[Step]:

@@ -81,10 +81,10 @@ ROWS = (
 )  # fmt: skip
 
 
-def refused_model(graph: ModelGraph, devices: int) -> str | None:
-    """Why a model runs on no mesh of so many devices; None where it may."""
-    what = _DRAWN.found(graph)
-    return _said(what, _DRAWN) if what and devices > 1 else None
+def check_devices(graph: ModelGraph, devices: int) -> None:
+    """Raises UserError where a model runs on no mesh of so many devices."""
+    if devices > 1 and (what := _DRAWN.found(graph)):
+        raise UserError(_said(what, _DRAWN))
 
 
 def model_refusals(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:

@@ -7,9 +7,9 @@ import warnings
 from torch import nn
 
 
-def make_dense(module: nn.Module) -> list[str]:
-    """Let the embeddings of `module` have dense gradients, of the same values; the paths of those that had sparse ones, of which a
-    warning tells, as torch's optimizers for these refuse dense ones."""
+def make_dense(module: nn.Module) -> None:
+    """Let the embeddings of `module` have dense gradients, of the same values. A warning tells of those that had sparse ones, as
+    torch's optimizers for these refuse dense ones."""
     found = [
         name
         for name, part in module.named_modules()
@@ -24,4 +24,3 @@ def make_dense(module: nn.Module) -> list[str]:
             'SparseAdam), or keep its rows elsewhere ([[embedding]] tier = "sharded"), where only those that are looked up are updated',
             stacklevel=2,
         )
-    return found

@@ -125,9 +125,8 @@ def test_it_holds_and_sends_what_is_predicted(case: str) -> None:
     module, inputs = make(), torch.randn(shape)
     graph = capture(copy.deepcopy(module), inputs, name=case)
     blocks = sum(link.repeated for link in graph.chain)
-    whole = Strategy(
-        batch=strategy.batch, mesh=strategy.mesh, shard=strategy.shard, recompute=strategy.recompute,
-        pipeline=Pipeline(stage_blocks=(blocks,)) if blocks else Pipeline(),
+    whole = replace(
+        strategy, pipeline=Pipeline(stage_blocks=(blocks,)) if blocks else Pipeline(),
         execution=replace(EXECUTION, dropout=graph.dropout),
     )  # fmt: skip
     found = dry_run_of(module.to("meta"), inputs, graph, load_cluster("h100-sxm:1x2"), whole)
