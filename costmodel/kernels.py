@@ -117,6 +117,8 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
         once_s = gemm_s(kernel, device)
     elif kernel.kind in _MEMORY_KINDS:
         once_s = memory_s(kernel.bytes_moved, device, _MEMORY_KINDS[kernel.kind])
+    elif kernel.kind == OpKind.RECURRENT:
+        once_s = chunked_s(kernel, device)
     else:
         once_s = _plain_roofline_s(kernel, device)
     return kernel.count * (start_s + once_s)
@@ -332,6 +334,13 @@ def _plain_roofline_s(kernel: Kernel, device: Device) -> float:
         dtype = DTYPE_ALIASES.get(kernel.dtype, kernel.dtype)
         compute_s = kernel.flops / (peak_flops(device, dtype) * device.constants[_efficiency_key(dtype)])
     return max(compute_s, memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise"))
+
+
+def chunked_s(kernel: Kernel, device: Device) -> float:
+    """One kernel that goes over a sequence in chunks: small products between exponentials and sums, which the vector units
+    hold up, or its memory traffic."""
+    rate = peak_flops(device, "fp32") * device.constants["chunked.efficiency"]
+    return max(kernel.flops / rate, memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise"))
 
 
 def _overlapped(compute_s: float, memory: float, constants: Mapping[str, float]) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
-from autoparallel.planner.capture.library_kernels import library_kernels
+from autoparallel.planner.capture.library_kernels import KERNELS, library_kernels
 from autoparallel.planner.capture.trees import mapped, plain, tensors
 from benchmarks.coverage.composed import Composed
 
@@ -60,15 +60,24 @@ def saved_bytes(module: nn.Module, inputs: Mapping[str, Any], mode: Composed | N
 
 
 def counted_flops(module: nn.Module, inputs: Mapping[str, Any]) -> int:
-    """FLOPs of forward and backward as torch counts them, attention by the math kernel, recurrent layers step by step."""
+    """FLOPs of forward and backward as torch counts them, attention by the math kernel, recurrent layers step by step; those of
+    kernels of other libraries (`library_flops`) are not among them."""
     with (
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
         FlopCounterMode(display=False) as counter,
+        library_kernels(module),
     ):
         with Composed(fused=False):
             found = differentiated(module(**inputs))
         torch.autograd.backward(found, [torch.ones_like(t) for t in found])
     return int(counter.get_total_flops())
+
+
+def library_flops(graph: ModelGraph, micro_batch: int) -> int:
+    """FLOPs of the kernels of other libraries over the whole chain."""
+    operators = [op for link in graph.chain for op in graph.blocks[link.block].operators]
+    calls = [op for op in operators if op.target.rpartition(".")[2] in KERNELS]
+    return sum(k.flops.at(micro_batch) for op in calls for k in (*op.forward, *op.backward))
 
 
 def graph_saved_bytes(graph: ModelGraph, micro_batch: int) -> int:

@@ -19,7 +19,13 @@ from autoparallel.profiles import load_cluster
 from benchmarks.coverage import ranks
 from benchmarks.coverage.composed import Composed
 from benchmarks.coverage.defaults import with_proof
-from benchmarks.coverage.eager import counted_flops, graph_saved_bytes, saved_bytes, with_numbers
+from benchmarks.coverage.eager import (
+    counted_flops,
+    graph_saved_bytes,
+    library_flops,
+    saved_bytes,
+    with_numbers,
+)
 from benchmarks.coverage.libraries import make
 from benchmarks.coverage.models import SIZES, Entry, Smaller, full_settings, load, loaded, smaller
 
@@ -181,8 +187,8 @@ def exact(entry: Entry) -> Result:
     except ValueError as error:
         return {"ok": False, "ran": False, "why": str(error)}
     graph = capture(module, inputs, name=entry.name)
-    # torch's counter does not know products of experts.
-    flops = graph.model_flops(SAMPLES) - _grouped_flops(graph)
+    # torch's counter does not know products of experts, nor other libraries' kernels.
+    flops = graph.model_flops(SAMPLES) - _grouped_flops(graph) - library_flops(graph, SAMPLES)
     expected_flops = counted_flops(real, numbers)
     mode = Composed(fused=True)
     saved, expected_saved = graph_saved_bytes(graph, SAMPLES), saved_bytes(real, numbers, mode)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import fx
 
@@ -15,7 +14,7 @@ from autoparallel.planner.capture.alike import twins
 from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.gradients import gradient_of
 from autoparallel.planner.capture.labels import Labels, attention_labels, product_labels
-from autoparallel.planner.capture.library_kernels import ONE_CALL, SCAN
+from autoparallel.planner.capture.library_kernels import ONE_CALL
 from autoparallel.planner.capture.links import calls_by_link
 from autoparallel.planner.capture.nodes import (
     Launch,
@@ -24,15 +23,9 @@ from autoparallel.planner.capture.nodes import (
     tensor_inputs,
     tensor_outputs,
 )
-from autoparallel.planner.capture.recurrent import (
-    CELLS,
-    FUSED_CELLS,
-    Shape,
-    Step,
-    backward_steps,
-    forward_steps,
-    shape_of,
-)
+from autoparallel.planner.capture.one_call import Step, Work
+from autoparallel.planner.capture.recurrent import FUSED_CELLS, recurrent_work
+from autoparallel.planner.capture.scans import WORKS
 from autoparallel.planner.capture.trees import mapped
 from autoparallel.planner.capture.whole import GROUPED_PRODUCTS
 
@@ -90,8 +83,8 @@ def _labels(call: fx.Node, kind: OpKind) -> Labels | None:
     outputs = [tensor(node) for node in tensor_outputs(call)]
     if kind is OpKind.ATTENTION:
         return attention_labels(inputs)
-    if call.meta["torch_name"] in CELLS:
-        return Labels(names=(), sizes=_recurrent_shape(call).sizes)
+    if kind is OpKind.RECURRENT:
+        return Labels(names=(), sizes=_work(call).sizes)
     if kind in _PRODUCTS and len(inputs) >= 2:
         return product_labels(call.meta["torch_name"], inputs, outputs, plain_arguments(call))
     return None
@@ -105,7 +98,7 @@ def _kernels(
     if kind is OpKind.LEAF:
         return _leaf(call, fit)
     if kind is OpKind.RECURRENT:
-        return _recurrent(call, fit)
+        return _one_call(call, fit)
     if _is_grouped(call):
         return _grouped(call, labels, fit)
     sizes = labels[0].sizes if labels[0] else {}
@@ -273,55 +266,36 @@ def _leaf(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
     return (forward,), (backward,)
 
 
-def _recurrent(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
-    """The products, and the steps, of the layers of one call; a scan's one kernel each way."""
-    if call.meta["torch_name"] == SCAN:
-        return _scan(call, fit)
-    rows, state, *_ = (node.meta["requires_grad"] for node in tensor_inputs(call))
-    biased = any(len(tensor(node).shape) == 1 for node in tensor_inputs(call))
-    shapes = [_recurrent_shape(same) for same in twins(call)]
+def _one_call(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
+    """The kernels of a library that one call runs."""
+    works = [_work(same) for same in twins(call)]
 
-    def made(steps: Callable[[Shape], Iterable[Step]]) -> _Kernels:
-        return tuple(_of_steps(same, shapes, call, fit) for same in zip(*map(steps, shapes), strict=True))
+    def made(sides: Sequence[Sequence[Step]]) -> _Kernels:
+        return tuple(_of_steps(same, works, call, fit) for same in zip(*sides, strict=True))
 
-    forward = made(forward_steps)
-    back = made(partial(backward_steps, rows_need=rows, states_need=state, biased=biased))
-    return _both(call, forward, back)
+    return _both(call, made([work.forward for work in works]), made([work.backward for work in works]))
 
 
-def _scan(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
-    """Forward all of the arguments and results once, backward twice; a product of states and what is read out of them."""
-    moved, flops = [], []
-    for same in twins(call):
-        rows, _, states, *_ = given = [tensor(node) for node in tensor_inputs(same)]
-        moved.append(sum(map(kernels.tensor_bytes, (*given, *map(tensor, tensor_outputs(same))))))
-        flops.append(2 * math.prod(rows.shape) * states.shape[-1])
-    dtype = tensor(tensor_outputs(call)[0]).dtype
-    kernel = KernelSpec(
-        kind=OpKind.ELEMENTWISE, dtype=dtype, flops=fit.cost(flops), bytes_moved=fit.cost(moved)
-    )
-    back = replace(kernel, flops=kernel.flops * 2, bytes_moved=kernel.bytes_moved * 2, gradient_of="input")
-    return _both(call, (kernel,), (back,))
-
-
-def _recurrent_shape(call: fx.Node) -> Shape:
-    found = shape_of(
-        call.meta["torch_name"], mapped(lambda x: tensor(x) if isinstance(x, fx.Node) else x, call.args)
-    )
+def _work(call: fx.Node) -> Work:
+    needs = [node.meta["requires_grad"] for node in tensor_inputs(call)]
+    args, kwargs = mapped(lambda x: tensor(x) if isinstance(x, fx.Node) else x, (call.args, call.kwargs))
+    name = call.meta["torch_name"]
+    found = WORKS[name](*args, **kwargs) if name in WORKS else recurrent_work(name, args, needs)
     assert found is not None
     return found
 
 
-def _of_steps(steps: Sequence[Step], shapes: Sequence[Shape], call: fx.Node, fit: Fit) -> KernelSpec:
+def _of_steps(steps: Sequence[Step], works: Sequence[Work], call: fx.Node, fit: Fit) -> KernelSpec:
     """The kernels that are `steps` at each micro-batch."""
     dtype, first = tensor(tensor_outputs(call)[0]).dtype, steps[0]
-    products = [[shape.sizes[letter] for letter in first.product] for shape in shapes]
+    products = [[work.sizes[letter] for letter in first.product] for work in works]
     numbers = [m * k + k * n + m * n for m, n, k in products] if first.product else [s.numbers for s in steps]
+    flops = [2 * math.prod(sizes) for sizes in products] if first.product else [s.flops for s in steps]
     return KernelSpec(
         kind=first.kind,
         dtype=dtype,
-        flops=fit.cost([2 * math.prod(sizes) if sizes else 0 for sizes in products]),
-        bytes_moved=fit.cost([n * ITEM_BYTES[dtype] for n in numbers]),
+        flops=fit.cost(flops),
+        bytes_moved=fit.cost([round(n * ITEM_BYTES[dtype]) for n in numbers]),
         product=f"b{first.product}" if first.product else "",
         gradient_of=first.of,
         count=fit.size([step.count for step in steps]),

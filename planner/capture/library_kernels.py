@@ -1,17 +1,17 @@
 """Kernels of other libraries that a model's code calls where they are installed, and writes out in torch where they are not: priced is
-the kernel, as whoever trains such a model installs it.
+the kernel (`scans.py`), as whoever trains such a model installs it.
 
-Known is the selective scan of mamba_ssm (Gu, Dao, "Mamba", arXiv:2312.00752), which transformers' Mamba, FalconMamba and Jamba call:
-one kernel each way, which reads what it is given and writes what it returns, keeps its arguments, and states once in 2,048 steps.
-Source: mamba_ssm 2.2, ops/selective_scan_interface.py (SelectiveScanFn) and csrc/selective_scan.
+Found are the functions for which transformers looks in such a library: state-space models' in mamba_ssm and causal_conv1d, delta rules'
+in flash-linear-attention.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -19,46 +19,40 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autoparallel.planner.capture.one_call import OneCall
 from autoparallel.planner.capture.recurrent import CELLS
+from autoparallel.planner.capture.scans import WORKS
+from autoparallel.planner.capture.trees import mapped, tensors
 
-SCAN = "selective_scan_fn"
-_CHUNK = 2048  # steps between states that the scan keeps
+# The library that has each.
+PACKAGES: Mapping[str, str] = {
+    "selective_scan_fn": "mamba_ssm",
+    "causal_conv1d_fn": "causal_conv1d",
+    "mamba_chunk_scan_combined": "mamba_ssm",
+    "mamba_split_conv1d_scan_combined": "mamba_ssm",
+    "chunk_gated_delta_rule": "flash-linear-attention",
+    "chunk_kda": "flash-linear-attention",
+}
+_CHANNELS_FIRST = frozenset({"selective_scan_fn", "causal_conv1d_fn"})
+_PAIRS = frozenset({"chunk_gated_delta_rule", "chunk_kda"})  # which return a last state, or None, as well
 _LOOKED_UP = "func_name"  # what transformers calls a kernel by, in the function that looks for it
 
 
-class SelectiveScan(torch.autograd.Function):
-    """What the scan returns and keeps. Shapes alone."""
+def _kernel(name: str) -> Callable[..., Any]:
+    """The function of that name whose call is the library's kernels."""
 
-    @staticmethod
-    def forward(ctx: Any, gated: bool, *given: Tensor) -> Tensor:
-        rows, states = given[0], given[2]
-        out = torch.empty_like(rows)
-        chunks = -(-rows.shape[-1] // _CHUNK)
-        kept = rows.new_empty((*rows.shape[:2], chunks, 2 * states.shape[-1]), dtype=torch.float32)
-        ctx.save_for_backward(*given, kept, *((out,) if gated else ()))  # before the gate
-        ctx.given = len(given)
-        return torch.empty_like(out) if gated else out
+    def kernel(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        given = signature(WORKS[name]).bind(*args, **kwargs).arguments
+        given.pop("rest", None)
+        made: tuple[Tensor, ...] = OneCall.apply(WORKS[name](*args, **kwargs), *tensors(given))
+        return made
 
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        given = ctx.saved_tensors[: ctx.given]
-        wanted = zip(given, ctx.needs_input_grad[1:], strict=True)
-        return (None, *(torch.empty_like(t) if needed else None for t, needed in wanted))
+    kernel.__name__ = kernel.__qualname__ = name
+    return kernel
 
 
-def selective_scan_fn(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,  # noqa: N803  as there
-    delta_bias: Tensor | None = None, **rest: Any,
-) -> Any:  # fmt: skip
-    """Same signature as mamba_ssm's: `u`, `delta`, `z` of (samples, width, steps), `A` (width, states), `B`, `C` (samples, states, steps)."""
-    given = [t for t in (u, delta, A, B, C, D, z, delta_bias) if t is not None]
-    out = SelectiveScan.apply(z is not None, *given)
-    if rest.get("return_last_state"):
-        return out, u.new_empty((u.shape[0], u.shape[1], A.shape[1]))
-    return out
-
-
-KERNELS: Mapping[str, Callable[..., Any]] = {SCAN: selective_scan_fn}
+KERNELS: Mapping[str, Callable[..., Any]] = {name: _kernel(name) for name in PACKAGES}
+_CALLS: dict[object, str] = {kernel: name for name, kernel in KERNELS.items()}
 ONE_CALL = frozenset({*CELLS, *KERNELS})  # functions that run all steps
 
 
@@ -73,30 +67,88 @@ def looked_up(function: object) -> str:
     )
 
 
-@contextmanager
-def library_kernels(module: nn.Module) -> Iterator[None]:
-    """While inside, what the code of the module's classes looks for among KERNELS is found: modes over torch's functions see one call."""
-    found: list[tuple[dict[str, Any], str, Any]] = []
+def is_library_call(function: object) -> bool:
+    """Whether a mode over torch's functions is told of a call that such a kernel runs, as a whole."""
+    return function in _CALLS or bool(looked_up(function))
+
+
+def sequence_dim(function: object, args: Sequence[Any]) -> int | None:
+    """The dim of its first result that is the sequence, of a function that goes over the sequence in one call; None for others."""
+    if getattr(function, "__name__", "") in CELLS:
+        return 1 if args[-1] is True else 0  # batch_first
+    name = _CALLS.get(function) or looked_up(function)
+    return (2 if name in _CHANNELS_FIRST else 1) if name else None
+
+
+Place = tuple[
+    dict[str, Any], str, Callable[..., Any]
+]  # the names of a module of code, one of them, the function there
+
+
+def lookups(module: nn.Module) -> tuple[Place, ...]:
+    """Where the code of the module's classes looks for such kernels."""
+    found: list[Place] = []
     for place in dict.fromkeys(type(part).__module__ for part in module.modules()):
         names = vars(sys.modules[place]) if place in sys.modules else {}
         found += [(names, key, own) for key, own in names.items() if looked_up(own) in KERNELS]
+    return tuple(found)
+
+
+def library_kernels(module: nn.Module) -> AbstractContextManager[None]:
+    """While inside, what the code of the module's classes looks for among KERNELS is found: modes over torch's functions see one call."""
+    return _instead(lookups(module), _priced)
+
+
+def called_whole(places: Sequence[Place]) -> AbstractContextManager[None]:
+    """While inside, modes over torch's functions see one call of these functions where tensors are in parts: kernels know of none."""
+    return _instead(places, _whole)
+
+
+@contextmanager
+def _instead(
+    places: Sequence[Place], made: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    taken = [
+        place for place in places if place[0][place[1]] is place[2]
+    ]  # of several around each other the first
     try:
-        for names, key, own in found:
-            names[key] = _told(KERNELS[looked_up(own)], own)
+        for names, key, own in taken:
+            names[key] = made(own)
         yield
     finally:
-        for names, key, own in found:
+        for names, key, own in taken:
             names[key] = own
 
 
-def _told(kernel: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+def _priced(own: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel, as modes over torch's functions are told of it; the model's own code where there are none."""
+    name = looked_up(own)
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        if not torch.overrides.has_torch_function(tensors) or any(isinstance(t, DTensor) for t in tensors):
+        if not torch.overrides.has_torch_function(tensors((args, kwargs))):
             return own(*args, **kwargs)
-        return torch.overrides.handle_torch_function(kernel, tensors, *args, **kwargs)
+        if name in _PAIRS:  # which copy what does not lie in order
+            args, kwargs = mapped(_in_order, (args, kwargs))
+        given = tensors((args, kwargs))
+        made = torch.overrides.handle_torch_function(KERNELS[name], given, *args, **kwargs)
+        if len(made) > 1:
+            return made
+        return (made[0], None) if name in _PAIRS else made[0]
 
     return call
+
+
+def _whole(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = tensors((args, kwargs))
+        if not any(isinstance(t, DTensor) for t in given) or not torch.overrides.has_torch_function(given):
+            return own(*args, **kwargs)
+        return torch.overrides.handle_torch_function(own, given, *args, **kwargs)
+
+    return call
+
+
+def _in_order(given: Any) -> Any:
+    return given.contiguous() if isinstance(given, Tensor) else given

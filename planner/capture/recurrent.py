@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autoparallel.costmodel.graph import OpKind
+from autoparallel.planner.capture.one_call import Inside, OneCall, Step, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,51 +116,49 @@ def shape_of(name: str, args: Sequence[Any]) -> Shape | None:
     )  # fmt: skip
 
 
-class Layers(torch.autograd.Function):
-    """All layers of one call: what they return, and what is kept of them. Shapes alone."""
-
-    @staticmethod
-    def forward(ctx: Any, shape: Shape, rows: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
-        begin = held[: 1 + (shape.cell is CELLS["lstm"])]  # states before the first step: two of an LSTM
-        out = rows.new_empty((*rows.shape[:2], shape.directions * shape.states))
-        ends = tuple(torch.empty_like(part) for part in begin)
-        inside = [rows.new_empty(shape.kept)] if shape.kept else []
-        if shape.dropped:
-            inside.append(rows.new_empty((len(shape.widths) - 1) * shape.between, dtype=torch.bool))
-        ctx.save_for_backward(rows, *held, out, *inside)
-        ctx.given = 1 + len(held)
-        return (out, *ends)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        given = ctx.saved_tensors[: ctx.given]
-        wanted = zip(given, ctx.needs_input_grad[1:], strict=True)
-        return (None, *(torch.empty_like(t) if needed else None for t, needed in wanted))
-
-
-def recurrent(name: str, args: Sequence[Any]) -> Callable[[], tuple[Tensor, ...]] | None:
-    """What runs instead of the recurrent layer `name`; None for what is none (see `shape_of`)."""
+def recurrent_work(name: str, args: Sequence[Any], needs: Sequence[bool] = ()) -> Work | None:
+    """What one call of the recurrent layer `name` does; None for what is none (see `shape_of`). `needs`: which of its tensors have
+    gradients, in their order, all where nothing is said."""
     shape = shape_of(name, args)
     if shape is None:
         return None
     rows, state, weights = args[:3]
+    begin = list(state) if name == "lstm" else [state]
+    rows_need, states_need = needs[:2] if needs else (True, True)
+    count = 1 + len(begin) + len(weights)
+    masks = [Inside(shape=((len(shape.widths) - 1) * shape.between,), dtype="bool")] if shape.dropped else []
+    return Work(
+        returns=(
+            Inside(shape=(*tuple(rows.shape[:2]), shape.directions * shape.states)),
+            *(Inside(like=1 + i) for i in range(len(begin))),
+        ),
+        kept=(*([Inside(shape=(shape.kept,))] if shape.kept else []), *masks),
+        given=tuple(range(count)),
+        made=(0,),
+        forward=tuple(_forward(shape)),
+        backward=tuple(
+            _backward(
+                shape,
+                rows_need=rows_need,
+                states_need=states_need,
+                biased=any(len(weight.shape) == 1 for weight in weights),
+            )
+        ),
+        sizes=shape.sizes,
+    )
+
+
+def recurrent(name: str, args: Sequence[Any]) -> Callable[[], tuple[Tensor, ...]] | None:
+    """What runs instead of the recurrent layer `name`; None for what is none (see `shape_of`)."""
+    work = recurrent_work(name, args)
+    if work is None:
+        return None
+    rows, state, weights = args[:3]
     begin = state if name == "lstm" else (state,)
-    return lambda: Layers.apply(shape, rows, *begin, *weights)
+    return lambda: OneCall.apply(work, rows, *begin, *weights)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """Equal kernels of a call: a product, of which `product` has the letters (see `Shape.sizes`) of rows, columns and what is
-    contracted, or what moves `numbers`; `of` what the gradient is."""
-
-    count: int
-    product: str = ""
-    numbers: int = 0
-    kind: OpKind = OpKind.GEMM
-    of: str = ""
-
-
-def forward_steps(shape: Shape) -> Iterator[Step]:
+def _forward(shape: Shape) -> Iterator[Step]:
     """The kernels of the forward pass."""
     layers = shape.directions * len(shape.widths)
     each, gates = shape.steps * layers, shape.cell.forward * shape.samples * shape.hidden
@@ -174,7 +172,7 @@ def forward_steps(shape: Shape) -> Iterator[Step]:
         yield Step(count=len(shape.widths) - 1, numbers=2 * shape.between, kind=OpKind.DROPOUT)
 
 
-def backward_steps(shape: Shape, *, rows_need: bool, states_need: bool, biased: bool) -> Iterator[Step]:
+def _backward(shape: Shape, *, rows_need: bool, states_need: bool, biased: bool) -> Iterator[Step]:
     """The kernels of the backward pass; `rows_need`, `states_need`: whether what came in has gradients."""
     layers = shape.directions * len(shape.widths)
     each, gates = shape.steps * layers, shape.cell.backward * shape.samples * shape.hidden

@@ -41,7 +41,7 @@ def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = Tru
                 continue
             if attention and core and saved.value in operator.inputs[:OPERANDS] and _widens(local):
                 continue
-            if attention and _is_gathered(local, op, saved):
+            if _is_gathered(local, op, saved):
                 continue
             key = local.index.storage.get(saved.value, saved.value) or f"{operator.name}#{len(kept)}"
             if key not in kept:
@@ -59,10 +59,13 @@ def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = Tru
 
 
 def _is_gathered(local: LocalBlock, op: int, saved: Saved) -> bool:
-    """Whether attention keeps what was gathered of a key or value instead of its storage, which the query does not share."""
-    if not saved.value or not gathered_keys(local, op):
+    """Whether an operator keeps what was gathered of a value instead of its storage (of a key or value: which the query does not
+    share)."""
+    if not saved.value or not (gathered := gathered_keys(local, op)):
         return False
     storage, operator = local.index.storage, local.index.block.operators[op]
+    if operator.kind is OpKind.RECURRENT:
+        return f"{operator.name}{GATHERED}{saved.value}" in gathered
     query, *others = (storage.get(value, value) for value in operator.inputs[:OPERANDS])
     own = storage.get(saved.value, saved.value)
     return own in others and own != query
@@ -138,7 +141,8 @@ def saved_bytes(local: LocalBlock, op: int, saved: Saved) -> int:
     if placement == "R" and saved.value and local.setting.regathers:
         before = _before_gather(local, op, saved.value)
         placement = before if before.startswith("S") else placement
-    return round(local.spec_bytes(saved.spec, placement) * _operand_share(local, op, saved))
+    whole = local.setting.cp if operator.kind is OpKind.RECURRENT else 1  # of the sequence, cut behind it
+    return round(local.spec_bytes(saved.spec, placement) * whole * _operand_share(local, op, saved))
 
 
 def _operand_share(local: LocalBlock, op: int, saved: Saved) -> float:

@@ -23,6 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.planner.capture.heads import MULTI_HEAD, heads_apart
+from autoparallel.planner.capture.library_kernels import (
+    Place,
+    called_whole,
+    lookups,
+    sequence_dim,
+)
 from autoparallel.planner.capture.opened import multi_head
 from autoparallel.runtime.context.attention import attention, in_shares
 from autoparallel.runtime.context.loss import cross_entropy
@@ -38,10 +44,11 @@ from autoparallel.runtime.context.values import (
     placed,
     used_by_shares,
     whole,
+    whole_alike,
 )
 from autoparallel.runtime.dtensor_private import replicate_without_rule
 from autoparallel.runtime.tensor.dtensor_rules import allow_plain_tensors, register_missing_rules
-from autoparallel.runtime.tensor.questions import is_counted_out, is_in_place
+from autoparallel.runtime.tensor.questions import is_counted_out, is_in_place, to_plain
 from autoparallel.runtime.tensor.vocabulary import rows_of_shares
 from autoparallel.runtime.torch_private import GROUPED_PRODUCTS
 
@@ -77,6 +84,8 @@ class ContextParallel(TorchFunctionMode):
             return attention(mesh, *args, **kwargs)
         if func is F.cross_entropy and (loss := cross_entropy(mesh, *args, **kwargs)) is not None:
             return loss
+        if (dim := sequence_dim(func, args)) is not None:
+            return self._over_sequence(func, dim, args, kwargs)
         if func in _GATHERED or is_counted_out(func, args) or self._writes_elsewhere(func, args, kwargs):
             return self._gathered(func, args, kwargs)
         if (name := getattr(func, "__name__", "").rstrip("_")) in _BY_INDEX:
@@ -144,6 +153,15 @@ class ContextParallel(TorchFunctionMode):
         args, kwargs = tree_map_only(Tensor, lambda t: whole(t, self._mesh), (args, kwargs))
         return func(*args, **kwargs)
 
+    def _over_sequence(self, func: Any, dim: int, args: Any, kwargs: Any) -> Any:
+        """What goes over the whole sequence, `dim` of its first result, on every rank alike, cut again."""
+        args, kwargs = tree_map_only(Tensor, lambda t: to_plain(whole_alike(t, self._mesh)), (args, kwargs))
+        made = func(*args, **kwargs)
+        first, *rest = made if isinstance(made, tuple) else (made,)
+        if first.shape[dim] % self._mesh.size(0) == 0:
+            first = cut(first, dim, self._mesh)
+        return (first, *rest) if isinstance(made, tuple) else first
+
     def _drops(self, input: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> bool:
         """Whether a dropout draws numbers for shares, which DTensor draws apart itself on GPUs only."""
         shared = on_mesh(input, self._mesh) and not input.placements[0].is_replicate()  # type: ignore[attr-defined]
@@ -174,18 +192,18 @@ def run_in_shares(module: nn.Module, blocks: Sequence[str], mesh: DeviceMesh) ->
     allow_plain_tensors()
     for path in dict.fromkeys(("", *blocks)):
         part = module.get_submodule(path)
-        part.forward = _with_mode(part.forward, mesh)
+        part.forward = _with_mode(part.forward, mesh, lookups(part))
     for path in blocks:
         module.get_submodule(path).register_forward_pre_hook(
             functools.partial(_cut_first, mesh), with_kwargs=True
         )
 
 
-def _with_mode(forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+def _with_mode(forward: Callable[..., Any], mesh: DeviceMesh, places: Sequence[Place]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         given = {tuple(t.shape[:2]) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        with ContextParallel(mesh, given):
+        with ContextParallel(mesh, given), called_whole(places):
             return forward(*args, **kwargs)
 
     return run

@@ -42,6 +42,11 @@ def whole(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return _Whole.apply(tensor, mesh) if on_mesh(tensor, mesh) else tensor
 
 
+def whole_alike(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The same where every rank then does the same, backward too: each has all of the gradient, and keeps its part."""
+    return _WholeAlike.apply(tensor, mesh) if on_mesh(tensor, mesh) else tensor
+
+
 def cut(tensor: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
     """The tensor sharded along `dim` over cp: cut locally where every rank has all of it."""
     return placed(onto(tensor, mesh), Shard(dim))
@@ -108,6 +113,16 @@ class _Whole(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         parts = _join(grads[0] / ctx.mesh.size(0), Partial(), ctx.mesh)
         return placed(parts, ctx.wanted), None
+
+
+class _WholeAlike(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, mesh: DeviceMesh) -> Tensor:
+        return _Whole.forward(ctx, tensor, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return placed(_join(grads[0], Replicate(), ctx.mesh), ctx.wanted), None
 
 
 class _OwnPart(Function):

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from autoparallel.planner.capture.heads import heads_apart
+from autoparallel.planner.capture.library_kernels import Place, called_whole, is_library_call, lookups
 from autoparallel.runtime.tensor.cross_entropy import in_parts
 from autoparallel.runtime.tensor.layout_hooks import Player, at_pin
 from autoparallel.runtime.tensor.questions import is_counted_out, is_in_place, to_plain
@@ -43,11 +44,11 @@ def run_with_rules(module: nn.Module, blocks: Sequence[str], *, in_shares: bool 
     active = threading.local()
     for path in dict.fromkeys(("", *blocks)):
         part = module.get_submodule(path)
-        part.forward = _with_rules(part.forward, active, in_shares=in_shares)
+        part.forward = _with_rules(part.forward, active, lookups(part), in_shares=in_shares)
 
 
 def _with_rules(
-    forward: Callable[..., Any], active: threading.local, *, in_shares: bool
+    forward: Callable[..., Any], active: threading.local, places: Sequence[Place], *, in_shares: bool
 ) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +58,7 @@ def _with_rules(
             return forward(*args, **kwargs)
         active.here = True
         try:
-            with TensorParallel(in_shares=in_shares):
+            with TensorParallel(in_shares=in_shares), called_whole(places):
                 return forward(*args, **kwargs)
         finally:
             active.here = False
@@ -92,7 +93,7 @@ class TensorParallel(TorchFunctionMode):
         odd = (
             func in GROUPED_PRODUCTS and given[0].dtype is not torch.bfloat16
         )  # DTensor knows those in bfloat16
-        if odd or func in _WHOLE or is_counted_out(func, args):
+        if odd or func in _WHOLE or is_library_call(func) or is_counted_out(func, args):
             made = func(*to_plain(args), **to_plain(kwargs))
             return tree_map_only(Tensor, lambda tensor: _replicated(tensor, mesh), made)
         if is_in_place(func, kwargs) and not isinstance(
