@@ -14,7 +14,7 @@ from autoparallel.planner.capture.alike import twins
 from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.gradients import gradient_of
 from autoparallel.planner.capture.labels import Labels, attention_labels, product_labels
-from autoparallel.planner.capture.library_kernels import ONE_CALL
+from autoparallel.planner.capture.library_kernels import ONE_CALL, WORKS
 from autoparallel.planner.capture.links import calls_by_link
 from autoparallel.planner.capture.nodes import (
     Launch,
@@ -25,7 +25,6 @@ from autoparallel.planner.capture.nodes import (
 )
 from autoparallel.planner.capture.one_call import Step, Work
 from autoparallel.planner.capture.recurrent import FUSED_CELLS, recurrent_work
-from autoparallel.planner.capture.scans import WORKS
 from autoparallel.planner.capture.trees import mapped
 from autoparallel.planner.capture.whole import GROUPED_PRODUCTS
 

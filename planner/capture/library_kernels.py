@@ -1,5 +1,5 @@
 """Kernels of other libraries that a model's code calls where they are installed, and writes out in torch where they are not: priced is
-the kernel (`scans.py`), as whoever trains such a model installs it.
+the kernel (`scans.py`, `delta_rules.py`), as whoever trains such a model installs it.
 
 Found are the functions for which transformers looks in such a library: state-space models' in mamba_ssm and causal_conv1d, delta rules'
 in flash-linear-attention.
@@ -19,14 +19,32 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel.planner.capture.one_call import OneCall
+from autoparallel.planner.capture.delta_rules import chunk_gated_delta_rule, chunk_kda
+from autoparallel.planner.capture.one_call import OneCall, Work
 from autoparallel.planner.capture.recurrent import CELLS
-from autoparallel.planner.capture.scans import WORKS
+from autoparallel.planner.capture.scans import (
+    causal_conv1d_fn,
+    mamba_chunk_scan_combined,
+    mamba_inner_fn,
+    mamba_split_conv1d_scan_combined,
+    selective_scan_fn,
+)
 from autoparallel.planner.capture.trees import mapped, tensors
 
+# What a call of each does.
+WORKS: Mapping[str, Callable[..., Work]] = {
+    "selective_scan_fn": selective_scan_fn,
+    "mamba_inner_fn": mamba_inner_fn,
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
+    "mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+    "chunk_gated_delta_rule": chunk_gated_delta_rule,
+    "chunk_kda": chunk_kda,
+}
 # The library that has each.
 PACKAGES: Mapping[str, str] = {
     "selective_scan_fn": "mamba_ssm",
+    "mamba_inner_fn": "mamba_ssm",
     "causal_conv1d_fn": "causal_conv1d",
     "mamba_chunk_scan_combined": "mamba_ssm",
     "mamba_split_conv1d_scan_combined": "mamba_ssm",

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoparallel.costmodel.graph import OpKind
+from autoparallel.costmodel.graph import ITEM_BYTES, OpKind
+
+FLOAT = "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +71,20 @@ class OneCall(torch.autograd.Function):
         assert ctx.saved_tensors is not None  # which are let go of behind this
         wanted = zip(ctx.shapes, ctx.needs_input_grad[1:], strict=True)
         return (None, *(torch.empty(s, dtype=t, device=d) if need else None for (s, t, d), need in wanted))
+
+
+def present(*given: Any) -> list[Any]:
+    """The arguments that are there."""
+    return [one for one in given if one is not None]
+
+
+def floats(rows: Any) -> float:
+    """Numbers of the dtype of `rows` that one in 32 bits is as long as."""
+    return ITEM_BYTES[FLOAT] / ITEM_BYTES[str(rows.dtype).removeprefix("torch.")]
+
+
+def kernels_of(of: str, *kernels: tuple[float, float]) -> tuple[Step, ...]:
+    """Kernels that go over a sequence in chunks, of so many FLOPs and numbers moved."""
+    return tuple(
+        Step(kind=OpKind.RECURRENT, flops=round(flops), numbers=moved, of=of) for flops, moved in kernels
+    )

@@ -1,47 +1,27 @@
-"""Layers that go over a sequence in chunks or step by step, as the kernels of the libraries that are made for them.
+"""State-space models' layers, which go over a sequence step by step or in chunks, as the kernels of the libraries for them.
 
 Each function has the signature of the library's, reads shapes alone and says what one call is (`Work`). Letters: `T` tokens, `H` heads
 of values, `K` and `V` numbers of a key and of a value (of states, and of a head, in state-space models), `L` tokens of a chunk. Products
 within a chunk are of `L` tokens with each other, those with the state once in a chunk; kernels that pass over states read and write
 `T / L` of them. What bounds them is neither the matrix units nor, on most devices, the memory: see docs/cost-model.md#kernels.
 
-- `selective_scan_fn`: Gu, Dao, "Mamba", arXiv:2312.00752. Source: mamba_ssm 2.3, ops/selective_scan_interface.py (SelectiveScanFn).
+- `selective_scan_fn`, `mamba_inner_fn`: Gu, Dao, "Mamba", arXiv:2312.00752. Source: mamba_ssm 2.3, ops/selective_scan_interface.py
+  (SelectiveScanFn, MambaInnerFn).
 - `causal_conv1d_fn`: causal_conv1d 1.5: one kernel each way, which computes its activation again.
 - `mamba_chunk_scan_combined`, `mamba_split_conv1d_scan_combined`: Dao, Gu, "Transformers are SSMs", arXiv:2405.21060. Source: mamba_ssm
   2.3, ops/triton/ssd_combined.py (MambaChunkScanCombinedFn, MambaSplitConv1dScanCombinedFn).
-- `chunk_gated_delta_rule`, `chunk_kda`: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv:2412.06464; "Kimi Linear",
-  arXiv:2510.26692. Source: flash-linear-attention 0.5, ops/gated_delta_rule/chunk.py, ops/kda/chunk.py and what they call.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoparallel.costmodel.graph import ITEM_BYTES, OpKind
-from autoparallel.planner.capture.one_call import Inside, Step, Work
+from autoparallel.planner.capture.one_call import FLOAT, Inside, Step, Work, floats, kernels_of, present
 
 _SCAN_CHUNK = 2048  # steps between states that the selective scan keeps
-_DELTA_CHUNK = 64  # tokens of a chunk of a delta rule
-_FLOAT = "float32"
-
-
-def _present(*given: Any) -> list[Any]:
-    return [one for one in given if one is not None]
-
-
-def _floats(rows: Any) -> float:
-    """Numbers of the dtype of `rows` that one in 32 bits is as long as."""
-    return ITEM_BYTES[_FLOAT] / ITEM_BYTES[str(rows.dtype).removeprefix("torch.")]
-
-
-def _steps(of: str, *kernels: tuple[float, float]) -> tuple[Step, ...]:
-    """Kernels of so many FLOPs and numbers moved."""
-    return tuple(
-        Step(kind=OpKind.RECURRENT, flops=round(flops), numbers=moved, of=of) for flops, moved in kernels
-    )
 
 
 def selective_scan_fn(
@@ -50,14 +30,14 @@ def selective_scan_fn(
 ) -> Work:  # fmt: skip
     """`u`, `delta`, `z` (samples, width, steps), `A` (width, states), `B`, `C` (samples, states, steps). One kernel each way, which reads
     what it is given and writes what it returns; a product of states and what is read out of them."""
-    given = _present(u, delta, A, B, C, D, z, delta_bias)
+    given = present(u, delta, A, B, C, D, z, delta_bias)
     states = A.shape[-1]
     kept = (
-        Inside(shape=(*u.shape[:2], -(-u.shape[-1] // _SCAN_CHUNK), 2 * states), dtype=_FLOAT),
+        Inside(shape=(*u.shape[:2], -(-u.shape[-1] // _SCAN_CHUNK), 2 * states), dtype=FLOAT),
         *([Inside(like=0)] if z is not None else []),  # before the gate
     )
     last = (
-        [Inside(shape=(u.shape[0], u.shape[1], A.shape[1]), dtype=_FLOAT)]
+        [Inside(shape=(u.shape[0], u.shape[1], A.shape[1]), dtype=FLOAT)]
         if rest.get("return_last_state")
         else []
     )
@@ -72,6 +52,53 @@ def selective_scan_fn(
     )
 
 
+def mamba_inner_fn(
+    xz: Any, conv1d_weight: Any, conv1d_bias: Any, x_proj_weight: Any, delta_proj_weight: Any, out_proj_weight: Any,
+    out_proj_bias: Any, A: Any, B: Any = None, C: Any = None, D: Any = None, delta_bias: Any = None, *,  # noqa: N803  as there
+    b_rms_weight: Any = None, c_rms_weight: Any = None, dt_rms_weight: Any = None, **rest: Any,  # noqa: ARG001
+) -> Work:  # fmt: skip
+    """A whole mixer but its first product: `xz` (samples, 2 width, steps), convolution, the products that give step sizes, B and C, scan and
+    the last product. Kept are what comes in, step sizes before their product, B, C and the scan's result; the rest is computed again."""
+    given = present(
+        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C, D, delta_bias,
+        b_rms_weight, c_rms_weight, dt_rms_weight,
+    )  # fmt: skip
+    samples, _, steps = xz.shape
+    width, rank = delta_proj_weight.shape
+    states, tokens = A.shape[-1], samples * steps
+    there, back = _convolution(tokens * width, conv1d_weight.shape[-1])
+    choices, rows = 2 * tokens * states, tokens * width
+    norms = [
+        (0, 2 * n)
+        for n, one in ((choices / 2, b_rms_weight), (choices / 2, c_rms_weight), (rows, dt_rms_weight))
+        if one is not None
+    ]
+    scan = Step(kind=OpKind.ELEMENTWISE, flops=2 * rows * states, numbers=4 * rows + choices)
+    sizes = {"r": tokens, "w": width, "d": rank, "c": x_proj_weight.shape[0], "o": out_proj_weight.shape[0]}
+    return Work(
+        returns=(Inside(shape=(samples, steps, sizes["o"])),),
+        kept=(
+            Inside(shape=(tokens, sizes["c"])),
+            *[Inside(shape=(samples, 1, states, steps))] * 2,
+            Inside(shape=(samples, width, -(-steps // _SCAN_CHUNK), 2 * states), dtype=FLOAT),
+            Inside(shape=(samples, width, steps)),
+        ),
+        given=tuple(range(len(given))),
+        forward=(
+            *kernels_of("", there), Step(product="rcw"), Step(product="wrd"), *kernels_of("", (0, 2 * choices), *norms), scan,
+            Step(product="row"),
+        ),
+        backward=(
+            Step(product="rwo", of="input"), *kernels_of("input", there), Step(product="wrd", of="input"), *kernels_of("input", *norms),
+            replace(scan, flops=2 * scan.flops, numbers=2 * scan.numbers, of="input"), Step(product="owr", of="weight"),
+            *kernels_of("input", (0, 2 * choices), *[(flops, 1.5 * moved) for flops, moved in norms]),
+            Step(product="wdr", of="weight"), Step(product="rdw", of="input"),
+            Step(product="cwr", of="weight"), Step(product="rwc", of="input"), *kernels_of("input", back),
+        ),
+        sizes=sizes,
+    )  # fmt: skip
+
+
 def _wider(given: Any, rows: Any) -> float:
     item = ITEM_BYTES[str(given.dtype).removeprefix("torch.")]
     return item / ITEM_BYTES[str(rows.dtype).removeprefix("torch.")]
@@ -79,11 +106,11 @@ def _wider(given: Any, rows: Any) -> float:
 
 def causal_conv1d_fn(x: Any, weight: Any, bias: Any = None, **rest: Any) -> Work:  # noqa: ARG001  as there
     """`x` (samples, channels, steps), `weight` (channels, taps)."""
-    given = _present(x, weight, bias)
+    given = present(x, weight, bias)
     forward, backward = _convolution(math.prod(x.shape), weight.shape[-1])
     return Work(
-        returns=(Inside(like=0),), given=tuple(range(len(given))), forward=_steps("", forward),
-        backward=_steps("input", backward),
+        returns=(Inside(like=0),), given=tuple(range(len(given))), forward=kernels_of("", forward),
+        backward=kernels_of("input", backward),
     )  # fmt: skip
 
 
@@ -175,20 +202,20 @@ def mamba_chunk_scan_combined(
     initial_states: Any = None, **rest: Any,
 ) -> Work:  # fmt: skip
     """`x` (samples, steps, heads, numbers of a head), `dt` (samples, steps, heads), `A` (heads), `B`, `C` (samples, steps, groups, states)."""
-    given = _present(x, dt, A, B, C, D, z, dt_bias, initial_states)
+    given = present(x, dt, A, B, C, D, z, dt_bias, initial_states)
     samples, steps, heads, head = x.shape
     dual = _dual(x, samples, steps, heads, head, B.shape[2], B.shape[3], chunk_size)
-    last = [Inside(shape=(samples, heads, head, B.shape[3]), dtype=_FLOAT)]
+    last = [Inside(shape=(samples, heads, head, B.shape[3]), dtype=FLOAT)]
     return Work(
         returns=(Inside(shape=tuple(x.shape)), *(last if rest.get("return_final_states") else [])),
         kept=(
-            Inside(shape=(samples, heads, dual.tokens // samples), dtype=_FLOAT),
+            Inside(shape=(samples, heads, dual.tokens // samples), dtype=FLOAT),
             *([Inside(shape=tuple(x.shape))] if z is not None else []),
         ),
         given=tuple(range(len(given))),
         made=() if z is not None else (0,),
-        forward=_steps("", *dual.forward()),
-        backward=_steps("input", *dual.backward()),
+        forward=kernels_of("", *dual.forward()),
+        backward=kernels_of("input", *dual.backward()),
     )
 
 
@@ -203,7 +230,7 @@ def _dual(
         groups=groups,
         states=states,
         chunk=chunk,
-        wide=_floats(rows),
+        wide=floats(rows),
     )
 
 
@@ -214,7 +241,7 @@ def mamba_split_conv1d_scan_combined(
 ) -> Work:  # fmt: skip
     """A whole mixer but its first product: `zxbcdt` (samples, steps, 2 inner + 2 groups states + heads), convolution, scan, gated norm
     and the last product, of (model, inner). Kept are what comes in and the scan's result; the rest is computed again."""
-    given = _present(
+    given = present(
         zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, rmsnorm_weight, outproj_weight, outproj_bias,
     )  # fmt: skip
     samples, steps, _ = zxbcdt.shape
@@ -233,137 +260,17 @@ def mamba_split_conv1d_scan_combined(
         returns=(
             Inside(shape=(samples, steps, width)),
             *(
-                [Inside(shape=(samples, heads, head, states), dtype=_FLOAT)]
+                [Inside(shape=(samples, heads, head, states), dtype=FLOAT)]
                 if rest.get("return_final_states")
                 else []
             ),
         ),
         kept=(
             Inside(shape=(samples, steps, inner)),
-            *([Inside(shape=(samples * steps * ngroups,), dtype=_FLOAT)] if normed else []),
+            *([Inside(shape=(samples * steps * ngroups,), dtype=FLOAT)] if normed else []),
         ),
         given=tuple(range(len(given))),
-        forward=(*_steps("", there, *dual.forward(), norm[0]), *last),
-        backward=(*product, *_steps("input", there, norm[1], *dual.backward(), back)),
+        forward=(*kernels_of("", there, *dual.forward(), norm[0]), *last),
+        backward=(*product, *kernels_of("input", there, norm[1], *dual.backward(), back)),
         sizes={"r": samples * steps, "o": width, "i": inner},
     )
-
-
-def chunk_gated_delta_rule(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, *, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    initial_state: Any = None, **rest: Any,  # noqa: ARG001  as there
-) -> Work:  # fmt: skip
-    """`q`, `k` (samples, steps, heads, keys), `v` (samples, steps, value heads, values), `beta` (samples, steps, value heads), `g` likewise,
-    or with a gate for each number of a key."""
-    return _delta_rule(
-        (q, k, v, g, beta), initial_state, per_key=len(g.shape) == 4, last=output_final_state, normed=use_qk_l2norm_in_kernel,
-    )  # fmt: skip
-
-
-chunk_kda = chunk_gated_delta_rule
-
-
-def _delta_rule(given: Sequence[Any], initial_state: Any, *, per_key: bool, last: bool, normed: bool) -> Work:
-    q, _, v, g, _ = given
-    samples, steps, queries, keys = q.shape
-    heads, values = v.shape[-2:]
-    chunk, tokens = _DELTA_CHUNK, samples * -(-steps // _DELTA_CHUNK) * _DELTA_CHUNK
-    wide = _floats(q)
-    pairs = Inside(shape=(samples, steps, heads, chunk))
-    kept = [Inside(shape=tuple(g.shape), dtype=_FLOAT), pairs, *([pairs] if per_key else [])]
-    if normed:
-        kept += [
-            *[Inside(shape=tuple(q.shape))] * 2,
-            *[Inside(shape=(samples, steps, queries), dtype=_FLOAT)] * 2,
-        ]
-    delta = _Delta(
-        tokens=tokens, queries=queries * keys, keys=heads * keys, values=heads * values, heads=heads, chunk=chunk,
-        states=tokens // chunk * heads * keys * values,
-        gates=round(tokens * heads * (keys if per_key else 1) * wide), per_key=per_key,
-    )  # fmt: skip
-    norms = [(0, 4 * tokens * queries * keys)] if normed else []
-    again = [(0, 6 * tokens * queries * keys)] if normed else []
-    final = [Inside(shape=(samples, heads, keys, values), dtype=_FLOAT)] if last else []
-    count = 5 + (initial_state is not None)
-    return Work(
-        returns=(Inside(shape=tuple(v.shape)), *final),
-        kept=tuple(kept),
-        given=(*(range(2, count) if normed else range(count)),),
-        forward=_steps("", *norms, *delta.forward()),
-        backward=_steps("input", *delta.backward(), *again),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Delta:
-    """The sizes of a delta rule, `queries`, `keys` and `values` of all heads of one token."""
-
-    tokens: int
-    queries: int
-    keys: int
-    values: int
-    heads: int
-    chunk: int
-    states: int
-    gates: int  # numbers of the activations' dtype that the gates are as long as
-    per_key: bool
-
-    def within(self, *widths: int) -> int:
-        """FLOPs of products within chunks, of so many numbers of a token each."""
-        return 2 * self.tokens * self.chunk * sum(widths)
-
-    def moved(self, *widths: float, states: int = 0) -> float:
-        return self.tokens * sum(widths) + states * self.states + self.gates
-
-    @property
-    def with_states(self) -> int:
-        """FLOPs of a product with the state."""
-        return 2 * self.states * self.chunk
-
-    @property
-    def pairs(self) -> int:
-        return self.heads * self.chunk
-
-    def rewritten(self) -> tuple[tuple[float, float], ...]:
-        """What both passes need: keys and values that a chunk adds (the WY representation), and the states between chunks."""
-        k, v = self.keys, self.values
-        return (
-            (self.within(k, v), self.moved(self.queries, v, self.pairs, k, v)),
-            (2 * self.with_states, self.moved(self.queries, k, v, v, states=1)),
-        )
-
-    def forward(self) -> tuple[tuple[float, float], ...]:
-        q, k, v = self.queries, self.keys, self.values
-        scores = [(self.within(k), self.moved(q, q, self.pairs))] if self.per_key else []
-        return (
-            (0, 2 * self.gates),
-            (self.within(k), self.moved(q, 2 * self.pairs)),
-            *scores,
-            *self.rewritten(),
-            (self.with_states + self.within(v, *([] if scores else [k])), self.moved(2 * q, v, v, states=1)),
-        )
-
-    def backward(self) -> tuple[tuple[float, float], ...]:
-        q, k, v = self.queries, self.keys, self.values
-        summed = [(0, self.tokens * (2 * k + 2 * q))] if q != k else []
-        return (
-            *self.rewritten(),
-            (self.within(k, v), self.moved(2 * q, 2 * v)),  # of values, within chunks
-            (3 * self.with_states, self.moved(2 * q, k, 3 * v, states=1)),  # of states
-            (3 * self.with_states + self.within(v, 3 * k), self.moved(2 * q, 3 * v, 3 * k, states=2)),
-            *summed,
-            (self.within(5 * k, 2 * v, 2 * self.pairs), self.moved(q, self.pairs, 2 * k, 3 * v)),
-            (0, 3 * self.tokens * q + 2 * self.gates),
-        )
-
-
-WORKS = {
-    work.__name__: work
-    for work in (
-        selective_scan_fn,
-        causal_conv1d_fn,
-        mamba_chunk_scan_combined,
-        mamba_split_conv1d_scan_combined,
-        chunk_gated_delta_rule,
-    )
-} | {"chunk_kda": chunk_kda}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -35,7 +36,30 @@ def local(tensor: Tensor) -> Tensor:
 
 def to_plain(value: Any) -> Any:
     """Every DTensor in a nest as the full plain tensor, differentiable; the rest unchanged."""
-    return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), value)
+    return tree_map_only(DTensor, _plain, value)
+
+
+def _plain(tensor: DTensor) -> Tensor:
+    full = tensor.full_tensor()
+    return _LaidOut.apply(full) if full.requires_grad else full
+
+
+class _LaidOut(Function):
+    """Gives a gradient the layout of the tensor: DTensor takes it to have that of the whole (torch 2.13), and views of it fail."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.strides = tensor.stride()
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        if grad.stride() == ctx.strides:
+            return grad
+        if 0 in ctx.strides:  # repeated
+            return grad.contiguous()
+        return torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from benchmarks import collectives, kernels
+from benchmarks import chunked_kernels, collectives, kernels
 
 PUBLISHED = Path(kernels.PUBLISHED).parent
 
@@ -32,6 +32,12 @@ def test_collectives_are_within_twelve_percent_on_average_and_the_rest_say_why()
     assert mean(abs(predicted / measured - 1) for _, predicted, measured in scored) < 0.12
 
 
-@pytest.mark.parametrize("name", ["kernels", "collectives", "nccl_tuning"])
+def test_kernels_in_chunks_are_within_eight_percent_on_average() -> None:
+    errors = [error for _, error in chunked_kernels.scored()]
+    assert len(errors) == 126
+    assert mean(map(abs, errors)) < 0.08
+
+
+@pytest.mark.parametrize("name", ["kernels", "chunked_kernels", "collectives", "nccl_tuning"])
 def test_every_published_row_says_where_it_was_read(name: str) -> None:
     assert all(row["origin"] for row in rows(name))

@@ -15,8 +15,6 @@ from autoparallel.costmodel.kernels import host_s, kernel_s
 from autoparallel.costmodel.program import Kernel
 from autoparallel.planner.capture import capture
 from autoparallel.profiles import load_device
-from benchmarks.coverage.composed import Composed
-from benchmarks.coverage.eager import counted_flops, graph_saved_bytes, saved_bytes
 from tests.work import calls
 
 WIDTH, HIDDEN, STEPS, BATCH = 6, 8, 50, 3
@@ -122,25 +120,3 @@ def test_length_costs_nothing() -> None:
         calls(lambda n=n: capture(module, torch.randn(2, n, WIDTH), name="x")) for n in (40, 40, 2000)
     )
     assert long < 1.1 * short, f"{long:,} calls against {short:,}"
-
-
-def test_a_scan_that_is_a_librarys_kernel_is_one_call_whatever_its_length() -> None:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(
-        hidden_size=16, state_size=4, num_hidden_layers=2, vocab_size=32, time_step_rank=4, use_cache=False
-    )
-    made = MambaForCausalLM(config)
-    ids = torch.zeros(2, 300, dtype=torch.long)
-    graph = capture(made, {"input_ids": ids, "labels": ids}, name="mamba")
-    scan = _operator(graph)
-    assert [k.count.at(BATCH) for k in (*scan.forward, *scan.backward)] == [1, 1]
-    assert (
-        sum("selective_scan_fn is priced as the kernel of mamba_ssm" in words for words in graph.warnings)
-        == 1
-    )
-    assert not any("a loop in Python" in words for words in graph.warnings)
-    run = {"input_ids": ids, "labels": ids}
-    assert graph_saved_bytes(graph, 2) == saved_bytes(made, run, Composed(fused=True))
-    assert graph.model_flops(2) == counted_flops(made, run)
-    assert made(**run).loss.isfinite(), "afterwards its own code runs"
