@@ -1,9 +1,7 @@
 """State-space models' layers, which go over a sequence step by step or in chunks, as the kernels of the libraries for them.
 
-Each function has the signature of the library's, reads shapes alone and says what one call is (`Work`). Letters: `T` tokens, `H` heads
-of values, `K` and `V` numbers of a key and of a value (of states, and of a head, in state-space models), `L` tokens of a chunk. Products
-within a chunk are of `L` tokens with each other, those with the state once in a chunk; kernels that pass over states read and write
-`T / L` of them. What bounds them is neither the matrix units nor, on most devices, the memory: see docs/cost-model.md#kernels.
+Each function has the signature of the library's, reads shapes alone and says what one call is (`Work`). What bounds them is neither the matrix
+units nor, on most devices, the memory: see docs/cost-model.md#kernels.
 
 - `selective_scan_fn`, `mamba_inner_fn`: Gu, Dao, "Mamba", arXiv:2312.00752. Source: mamba_ssm 2.3, ops/selective_scan_interface.py
   (SelectiveScanFn, MambaInnerFn).
@@ -15,13 +13,16 @@ within a chunk are of `L` tokens with each other, those with the state once in a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from autoparallel.costmodel.graph import ITEM_BYTES, OpKind
+from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.planner.capture.one_call import FLOAT, Inside, Step, Work, floats, kernels_of, present
 
 _SCAN_CHUNK = 2048  # steps between states that the selective scan keeps
+# FLOPs of a state and a step: seven multiply-adds, and an exponential, of which a unit of vectors makes one in the time of eight of these
+# (CUDA C programming guide, arithmetic instructions: 16 of 128 a clock). Backward: the same again, and twice as much. Kind: formula.
+_A_STATE, _BACK = 30, 3
 
 
 def selective_scan_fn(
@@ -29,7 +30,7 @@ def selective_scan_fn(
     **rest: Any,
 ) -> Work:  # fmt: skip
     """`u`, `delta`, `z` (samples, width, steps), `A` (width, states), `B`, `C` (samples, states, steps). One kernel each way, which reads
-    what it is given and writes what it returns; a product of states and what is read out of them."""
+    what it is given and writes what it returns."""
     given = present(u, delta, A, B, C, D, z, delta_bias)
     states = A.shape[-1]
     kept = (
@@ -42,13 +43,13 @@ def selective_scan_fn(
         else []
     )
     moved = sum(math.prod(t.shape) * _wider(t, u) for t in (*given, u))
-    flops = 2 * math.prod(u.shape) * states
+    flops = _A_STATE * math.prod(u.shape) * states
     return Work(
         returns=(Inside(like=0), *last),
         kept=kept,
         given=tuple(range(len(given))),
-        forward=(Step(kind=OpKind.ELEMENTWISE, flops=flops, numbers=moved),),
-        backward=(Step(kind=OpKind.ELEMENTWISE, flops=2 * flops, numbers=2 * moved, of="input"),),
+        forward=kernels_of("", (flops, moved)),
+        backward=kernels_of("input", (_BACK * flops, 2 * moved)),
     )
 
 
@@ -73,7 +74,7 @@ def mamba_inner_fn(
         for n, one in ((choices / 2, b_rms_weight), (choices / 2, c_rms_weight), (rows, dt_rms_weight))
         if one is not None
     ]
-    scan = Step(kind=OpKind.ELEMENTWISE, flops=2 * rows * states, numbers=4 * rows + choices)
+    scan, moved = _A_STATE * rows * states, 4 * rows + choices
     sizes = {"r": tokens, "w": width, "d": rank, "c": x_proj_weight.shape[0], "o": out_proj_weight.shape[0]}
     return Work(
         returns=(Inside(shape=(samples, steps, sizes["o"])),),
@@ -85,13 +86,13 @@ def mamba_inner_fn(
         ),
         given=tuple(range(len(given))),
         forward=(
-            *kernels_of("", there), Step(product="rcw"), Step(product="wrd"), *kernels_of("", (0, 2 * choices), *norms), scan,
+            *kernels_of("", there), Step(product="rcw"), Step(product="wrd"), *kernels_of("", (0, 2 * choices), *norms, (scan, moved)),
             Step(product="row"),
         ),
         backward=(
             Step(product="rwo", of="input"), *kernels_of("input", there), Step(product="wrd", of="input"), *kernels_of("input", *norms),
-            replace(scan, flops=2 * scan.flops, numbers=2 * scan.numbers, of="input"), Step(product="owr", of="weight"),
-            *kernels_of("input", (0, 2 * choices), *[(flops, 1.5 * moved) for flops, moved in norms]),
+            *kernels_of("input", (_BACK * scan, 2 * moved), (0, 2 * choices), *[(0, 1.5 * read) for _, read in norms]),
+            Step(product="owr", of="weight"),
             Step(product="wdr", of="weight"), Step(product="rdw", of="input"),
             Step(product="cwr", of="weight"), Step(product="rwc", of="input"), *kernels_of("input", back),
         ),
