@@ -10,7 +10,7 @@ the architecture's file. Sources of the forms: docs/cost-model.md#kernels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 
 from autoparallel.costmodel.graph import OpKind
@@ -32,6 +32,13 @@ _TILE_SHAPES = tuple(
     for rows, columns in (t.split("x") for t in TILES)
 )
 _SPLITS = (1, 2, 4, 8)
+_CONV_SPLITS = (
+    *_SPLITS,
+    16,
+    32,
+    64,
+    128,
+)  # a gradient of a few weights is summed over all places of all images
 # Batched products of heads whose rows are not aligned run without matrix units. Source: NVIDIA, "Matrix multiplication
 # background user's guide", table of tensor-core requirements; BigScience's chronicles measured what it costs.
 _ALIGNMENT_BYTES = 16
@@ -115,6 +122,8 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
         once_s = flash_attention_s(kernel, kernel.attention, device)
     elif kernel.product is not None and kernel.kind in (OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV):
         once_s = gemm_s(kernel, device)
+        if kernel.kind == OpKind.CONV and kernel.product[0] > 1:
+            once_s = min(once_s, direct_convolution_s(kernel, device))
     elif kernel.kind in _MEMORY_KINDS:
         once_s = memory_s(kernel.bytes_moved, device, _MEMORY_KINDS[kernel.kind])
     elif kernel.kind == OpKind.RECURRENT:
@@ -210,7 +219,8 @@ def gemm_s(kernel: Kernel, device: Device) -> float:
     ideal_s = 2.0 * batch * m * n * k / peak
     short_s = constants["gemm.boost_s"]
     peak *= 1.0 + constants["gemm.boost"] * short_s / (short_s + ideal_s)
-    compute_s = tiled_s(batch, m, n, k, peak, OPERAND_BYTES[dtype], constants)
+    splits = _SPLITS if kernel.kind != OpKind.CONV else _CONV_SPLITS
+    compute_s = tiled_s(batch, m, n, k, peak, OPERAND_BYTES[dtype], constants, splits)
     bandwidth = device.hbm_bytes_per_s * constants["gemm.memory_efficiency"]
     memory = kernel.bytes_moved / bandwidth
     on_device_s = _overlapped(compute_s, memory, constants) + _quantise_s(dtype, batch * k * (m + n), device)
@@ -225,6 +235,7 @@ def tiled_s(
     flops_per_s: float,
     operand_bytes: float,
     constants: Mapping[str, float],
+    splits: Sequence[int] = _SPLITS,
 ) -> float:
     """The best tile's time: output tiles dealt to the compute units in waves, each k + fill long.
 
@@ -243,7 +254,7 @@ def tiled_s(
     for rows, columns, key in _TILE_SHAPES:
         tile_rate = unit_flops_per_s * constants[key]
         tiles = batch * -(-m // rows) * -(-n // columns)
-        for split in _SPLITS:
+        for split in splits:
             full = tiles * split / units
             waves = full + share * (ceil(full) - full) if full > 1 else 1.0
             best = min(best, waves * 2 * rows * columns * (k / split + fill) / tile_rate)
@@ -334,6 +345,12 @@ def _plain_roofline_s(kernel: Kernel, device: Device) -> float:
         dtype = DTYPE_ALIASES.get(kernel.dtype, kernel.dtype)
         compute_s = kernel.flops / (peak_flops(device, dtype) * device.constants[_efficiency_key(dtype)])
     return max(compute_s, memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise"))
+
+
+def direct_convolution_s(kernel: Kernel, device: Device) -> float:
+    """A convolution of groups of channels on the vector units, which do not mind how few channels a group has."""
+    rate = peak_flops(device, "fp32") * device.constants["gemm.direct_efficiency"]
+    return max(kernel.flops / rate, memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise"))
 
 
 def chunked_s(kernel: Kernel, device: Device) -> float:

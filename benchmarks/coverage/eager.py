@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.planner.capture.library_kernels import KERNELS, library_kernels
@@ -59,12 +59,22 @@ def saved_bytes(module: nn.Module, inputs: Mapping[str, Any], mode: Composed | N
     return sum(size for size, _ in kept.values())
 
 
+def _of_gradients(grad: Any, given: Any, weight: Any, *rest: Any, **_: Any) -> int:
+    """Of a convolution's gradients each takes what the convolution took. torch counts products of all channels with all for that of
+    the weight, whatever the groups (torch 2.13)."""
+    transposed, asked = rest[4], rest[-1]
+    return sum(asked[:2]) * int(conv_flop_count(given, weight, grad, transposed))
+
+
+GROUPS = {torch.ops.aten.convolution_backward: _of_gradients}
+
+
 def counted_flops(module: nn.Module, inputs: Mapping[str, Any]) -> int:
     """FLOPs of forward and backward as torch counts them, attention by the math kernel, recurrent layers step by step; those of
     kernels of other libraries (`library_flops`) are not among them."""
     with (
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-        FlopCounterMode(display=False) as counter,
+        FlopCounterMode(display=False, custom_mapping=GROUPS) as counter,
         library_kernels(module),
     ):
         with Composed(fused=False):

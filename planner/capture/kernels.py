@@ -192,6 +192,8 @@ def convolution_gradient(launch: Launch, position: int) -> tuple[int, int] | Non
     if not args[-1][position]:
         return None
     flops = int(flop_registry[func.overloadpacket](*args[:-1], mask, out_val=_gradients_like(launch)))
+    if position == 1:  # torch counts products of all channels with all, whatever the groups
+        flops //= args[-2]
     gradient, other = launch.inputs[0], launch.inputs[2 - position]
     written = launch.inputs[1 + position]
     return flops, sum(tensor_bytes(m) for m in (gradient, other, written))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoparallel.costmodel.graph import ModelGraph
+from benchmarks.coverage.eager import GROUPS
 
 
 def eager_saved_bytes(module: nn.Module, inputs: Mapping[str, Any]) -> int:
@@ -32,7 +33,7 @@ def counted_flops(module: nn.Module, inputs: Mapping[str, Any]) -> int:
     """FLOPs of forward and backward as torch counts them, attention by the math kernel."""
     with (
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-        FlopCounterMode(display=False) as counter,
+        FlopCounterMode(display=False, custom_mapping=GROUPS) as counter,
     ):
         loss_of(module(**inputs)).backward()
     return int(counter.get_total_flops())

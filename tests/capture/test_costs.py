@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from autoparallel.costmodel.graph import OpKind
+from autoparallel.planner.capture import capture
 from benchmarks.coverage import eager
 from benchmarks.coverage.composed import Composed
 from tests.capture.measured import counted_flops, show_saved
@@ -66,3 +69,15 @@ def test_every_product_names_letters_whose_sizes_give_its_flops(name: str) -> No
                         product *= sizes[letter]
                     assert kernel.flops.at(SAMPLES) == product, (op.name, op.module, kernel)
                     assert sorted(kernel.product) == sorted("bmnk")
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize("kind", ["Conv2d", "ConvTranspose2d"])
+def test_gradients_of_a_convolution_of_groups_take_what_it_takes(kind: str, groups: int) -> None:
+    convolution = getattr(nn, kind)(8, 16, 3, groups=groups, bias=False)
+    module = nn.Sequential(nn.Conv2d(8, 8, 1), convolution)
+    inputs = {"input": torch.randn(2, 8, 10, 10)}
+    graph = capture(module, inputs, name=kind)
+    assert graph.model_flops(2) == counted_flops(module, inputs)
+    last = next(op for op in reversed(graph.blocks[-1].operators) if op.kind is OpKind.CONV)
+    assert sum(k.flops.at(2) for k in last.backward) == 2 * sum(k.flops.at(2) for k in last.forward)
