@@ -122,8 +122,8 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
         once_s = flash_attention_s(kernel, kernel.attention, device)
     elif kernel.product is not None and kernel.kind in (OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV):
         once_s = gemm_s(kernel, device)
-        if kernel.kind == OpKind.CONV and kernel.product[0] > 1:
-            once_s = min(once_s, direct_convolution_s(kernel, device))
+        if device.constants["gemm.units"] > 1:  # a processor has one kind of unit
+            once_s = min(once_s, direct_s(kernel, device))
     elif kernel.kind in _MEMORY_KINDS:
         once_s = memory_s(kernel.bytes_moved, device, _MEMORY_KINDS[kernel.kind])
     elif kernel.kind == OpKind.RECURRENT:
@@ -347,9 +347,12 @@ def _plain_roofline_s(kernel: Kernel, device: Device) -> float:
     return max(compute_s, memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise"))
 
 
-def direct_convolution_s(kernel: Kernel, device: Device) -> float:
-    """A convolution of groups of channels on the vector units, which do not mind how few channels a group has."""
-    rate = peak_flops(device, "fp32") * device.constants["gemm.direct_efficiency"]
+def direct_s(kernel: Kernel, device: Device) -> float:
+    """A product on the vector units, which do not mind how few rows, columns or terms it has: of each channel by itself, say."""
+    rate = (
+        min(peak_flops(device, "fp32"), peak_flops(device, kernel.dtype))
+        * device.constants["gemm.direct_efficiency"]
+    )
     return max(kernel.flops / rate, memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise"))
 
 

@@ -21,6 +21,7 @@ from autoparallel.planner.capture.nodes import Launch, Meta
 
 Row = tuple[str, ...]
 
+_JOINS = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default})
 # Assignments of placements to the inputs of one ATen operator that are tried where its rule does not list them.
 _TRIES = 400
 
@@ -135,7 +136,13 @@ class Rules:
                 ]
                 for i in positions
             ]
-        for pick in itertools.islice(itertools.product(*options), _TRIES):
+        # What joins tensors has them all alike: many of them are not tried in all combinations.
+        picks = (
+            ([layout] * len(positions) for layout in max(options, key=len))
+            if func in _JOINS
+            else itertools.islice(itertools.product(*options), _TRIES)
+        )
+        for pick in picks:
             self._collect(rows, func, leaves, spec, dict(zip(positions, pick, strict=True)), out, parts)
         return rows
 
