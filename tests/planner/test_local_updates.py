@@ -30,7 +30,7 @@ def planned(cluster: Cluster, **outer: object) -> Strategy:
         graph=GRAPH,
         cluster=cluster,
         global_batch=64,
-        constraints={f"outer.{k}": v for k, v in outer.items()},
+        constraints={"batch.micro": 4, **{f"outer.{k}": v for k, v in outer.items()}},
         all_devices=True,
     )
     result = plan(problem)

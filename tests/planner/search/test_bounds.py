@@ -145,7 +145,7 @@ def random_partition(rng: random.Random, outer: Outer, chosen: Candidate) -> Par
     return Partition(blocks=divided, recomputed=tuple(rng.randint(0, n) if free else 0 for n in divided))
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES)
 def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str) -> None:
     outer, rng = outer_for(cluster, scale, kernels), random.Random(scale)
@@ -211,7 +211,7 @@ def test_an_anchor_says_no_more_of_a_setting_than_its_own_price(
     assert np.isinf(prices.rows[np.isinf(before[:, 0]), 0]).all()  # what an anchor rules out is out
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES)
 def test_no_family_is_bounded_above_one_of_its_variants(cluster: str, scale: int, kernels: str) -> None:
     outer = outer_for(cluster, scale, kernels)
@@ -234,7 +234,7 @@ def test_no_family_is_bounded_above_one_of_its_variants(cluster: str, scale: int
 
 
 def test_weights_of_one_variant_bound_others_of_its_schedule() -> None:
-    assert sum(_weights_bound_others(*case) for case in CASES[::3]) > 0
+    assert sum(_weights_bound_others(*case) for case in CASES[::6]) > 0
 
 
 def _weights_bound_others(cluster: str, scale: int, kernels: str) -> int:

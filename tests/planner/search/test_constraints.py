@@ -17,8 +17,8 @@ from tests.planned import plan
 from tests.planner.search.force import with_memory
 from tests.toy_graphs import toy_transformer
 
-GRAPH = toy_transformer(layers=4, hidden=512, heads=4, seq=128, vocab=512)
-FREE = Problem(graph=GRAPH, cluster=load_cluster("h100-sxm:1x4"), global_batch=8)
+GRAPH = toy_transformer(layers=2, hidden=512, heads=4, seq=128, vocab=512)
+FREE = Problem(graph=GRAPH, cluster=load_cluster("h100-sxm:1x2"), global_batch=8)
 
 
 def with_(problem: Problem, **constraints: object) -> Problem:
@@ -35,10 +35,10 @@ def unconstrained(objective: Objective) -> PlanResult:
 @pytest.mark.parametrize(
     ("objective", "key", "value"),
     [
-        (Objective.TIME, "mesh__tp", 4),
+        (Objective.TIME, "mesh__tp", 2),
         (Objective.TIME, "recompute__mode", "full"),
         (Objective.TIME, "mesh__pp", 2),
-        (Objective.MEMORY, "mesh__tp", 4),
+        (Objective.MEMORY, "mesh__tp", 2),
     ],
 )
 def test_a_constraint_costs_what_the_plan_without_it_gains(

@@ -54,7 +54,7 @@ def test_the_faster_device_gets_more_blocks() -> None:
 
 
 def test_a_plan_of_all_parts_is_no_worse_than_any_of_them() -> None:
-    problem = problem_of(mixed())
+    problem = problem_of(mixed(), recompute__mode="none", batch__micro=1)
     found = plan(problem)
     assert is_mixed(problem)
     each = [plan(part.problem).prediction.step_time_s for part in parts(problem)]
@@ -121,7 +121,9 @@ def test_proportional_blocks_sum_to_all_and_keep_their_limits(
 
 
 def test_of_interleaved_stages_no_single_block_stands_better_elsewhere() -> None:
-    problem = problem_of(mixed(2, 2), mesh__groups=(1, 0), pipeline__schedule="interleaved-1f1b")
+    problem = problem_of(
+        mixed(2, 2), mesh__groups=(1, 0), pipeline__schedule="interleaved-1f1b", batch__micro=1, mesh__cp=1
+    )
     outer, found = outer_of(problem), plan(problem, advise=False)
     assert outer is not None
     blocks, strategy = found.strategy.pipeline.stage_blocks, found.strategy

@@ -222,10 +222,10 @@ def test_what_is_fast_may_be_cheap(nodes: int, devices: int, batch: int) -> None
 
 def test_a_plan_for_cost_costs_no_more_than_one_for_time_where_memory_is_short() -> None:
     """Of every size the fewest devices are cheapest, and do not fit: that hides no larger mesh."""
-    cluster = load_cluster("h100-sxm:1x8")
+    cluster = load_cluster("h100-sxm:1x4")
     (group,) = cluster.groups
-    device = replace(group.device, memory_bytes=2.5e6, reserve_bytes=0.0)
-    fast = replace(problem_of(batch=16), cluster=replace(cluster, groups=(replace(group, device=device),)))
+    device = replace(group.device, memory_bytes=1.5e6, reserve_bytes=0.0)
+    fast = replace(problem_of(batch=8), cluster=replace(cluster, groups=(replace(group, device=device),)))
     found, cheap = plan(fast), plan(replace(fast, objective=Objective.COST))
     spent = [one.prediction.step_time_s * one.strategy.mesh.devices for one in (found, cheap)]
     assert cheap.strategy.mesh.devices > 1

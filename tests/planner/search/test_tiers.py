@@ -123,7 +123,7 @@ def searched(problem: Problem) -> PlacementSearch:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "update", "zero"), [("1x8", "all", 3), ("4x8", "touched", 1), ("1x8", "touched", 2)]
+    ("cluster", "update", "zero"), [("1x8", "all", 3), ("2x8", "touched", 1), ("1x8", "touched", 2)]
 )
 def test_no_simulated_step_falls_below_the_bound_of_its_tables(cluster: str, update: str, zero: int) -> None:
     constraints = {
@@ -229,7 +229,7 @@ def test_many_meshes_and_lossy_methods_hide_no_simple_plan() -> None:
     """More strategies than can be opened: the first one is still there, and nobody is told that nothing fits."""
     rules = (EmbeddingRule(module="*", tier="sharded"),)
     problem = Problem(
-        graph=toy_recommender(*(12_000_000,) * 8), cluster=load_cluster("a100-sxm-80gb:24x8"), global_batch=131_072,
+        graph=toy_recommender(*(12_000_000,) * 8), cluster=load_cluster("a100-sxm-80gb:12x8"), global_batch=131_072,
         constraints={"embedding": rules}, allow_lossy=True,
     )  # fmt: skip
     first = next(s for s in strategies(problem) if s.batch.micro == 1024)
@@ -248,8 +248,8 @@ def test_strategies_that_only_shard_and_reduce_in_other_ways_have_a_bound_togeth
     )  # fmt: skip
     search, classes = searched(problem), classes_of(problem)
     groups = list(alike(families(strategies(problem))))
-    chosen = [(g, s) for g in groups[::5] for first, lossy in g[::5] for s in (first, *lossy[-1:])]
-    assert len(chosen) > 20
+    chosen = [(g, s) for g in groups[::10] for first, lossy in g[::5] for s in (first, *lossy[-1:])]
+    assert len(chosen) > 10
     for together, strategy in chosen:
         answer = choose(search.together(together))
         assert answer is not None
