@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,15 @@ def cluster_names(dirs: Sequence[Path] = ()) -> tuple[str, ...]:
 def load_device(name_or_path: str, *, dirs: Sequence[Path] = ()) -> Device:
     """A device by the name of its profile, or from a file. Profiles in `dirs` go before those that ship."""
     path = _resolve(name_or_path, _files("devices", dirs, "memory"), "device")
+    if not dirs and path.parent == SHIPPED / "devices":
+        return _shipped_device(path)
     return parse_device(read_toml(path), str(path), dirs=dirs)
+
+
+@cache
+def _shipped_device(path: Path) -> Device:
+    """What ships stays as it is while a process lasts, which asks for the same few devices again and again."""
+    return parse_device(read_toml(path), str(path))
 
 
 def own_constants(name_or_path: str, *, dirs: Sequence[Path] = ()) -> tuple[str, tuple[str, ...]]:

@@ -25,6 +25,9 @@ _JOINS = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default})
 # Assignments of placements to the inputs of one ATen operator that are tried where its rule does not list them.
 _TRIES = 400
 
+# Tables by what they are of: a rule says the same of equal launches, whichever model they are in.
+_TABLES: dict[object, dict[Row, Row]] = {}
+
 
 class Rules:
     """Tables from input to output placements ("R", "P", "S0", …), one for each distinct launch."""
@@ -32,7 +35,7 @@ class Rules:
     def __init__(self) -> None:
         self._mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
         self._propagator = copy.copy(DTensor._op_dispatcher.sharding_propagator)
-        self._tables: dict[object, dict[Row, Row]] = {}
+        self._tables = _TABLES
         self._keys: dict[
             int, tuple[Launch, object]
         ] = {}  # id(launch) -> itself, which keeps the id its own; its key
@@ -50,10 +53,15 @@ class Rules:
             outputs = [_meta_of(m) for m in launch.outputs]
             out = outputs[0] if len(outputs) == 1 else tuple(outputs)
             self._tables[key] = self._make(func, leaves, spec, out, parts)
-            floats = any(m.dtype.startswith(("float", "bfloat")) for m in launch.outputs)
-            if floats and launch.inputs and not self._has_rule(func):
-                self.missing.add(str(func))
+        if not self._tables[key]:
+            self._note_missing(launch)
         return self._tables[key]
+
+    def _note_missing(self, launch: Launch) -> None:
+        func = launch.signature[0]
+        floats = any(m.dtype.startswith(("float", "bfloat")) for m in launch.outputs)
+        if floats and launch.inputs and not self._has_rule(func):
+            self.missing.add(str(func))
 
     def knows_parts(self) -> bool:
         """Whether this torch keeps the parts of a strided shard apart in a view (torch 2.11 does not yet)."""
