@@ -269,6 +269,11 @@ class ModelGraph:
         return tuple(i for i, link in enumerate(self.chain) if link.repeated)
 
     @cached_property
+    def repeated_blocks(self) -> frozenset[int]:
+        """The blocks of repeated instances."""
+        return frozenset(self.chain[i].block for i in self.repeated_positions)
+
+    @cached_property
     def backward_throughout(self) -> bool:
         """Whether every part of the model has a backward pass; frozen ones that no gradient goes through have none."""
         return all(any(op.backward for op in block.operators) for block in self.blocks if block.parameters)

@@ -24,7 +24,7 @@ from autoparallel.planner.expand.gathers import gathers_late, gathers_of, regath
 from autoparallel.planner.expand.halves import with_whole_second_halves
 from autoparallel.planner.expand.hosted import with_whole_tensors
 from autoparallel.planner.expand.one_by_one import fetches, with_fetches
-from autoparallel.planner.expand.places import Place, placed_unit, stage_places, without
+from autoparallel.planner.expand.places import Place, placed_unit, stage_places, waits_bytes, without
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
 from autoparallel.planner.expand.tables import TablePlace, hot_graph, places
 from autoparallel.planner.expand.under_way import with_under_way
@@ -228,8 +228,12 @@ class Expander:
         else:
             reduce = (*partial, *reduce)
         regather = regather_of(parameters, work.expert_parameters, strategy)
-        work = replace(work, gather=gather, regather=regather, expert_gather=expert_gather)
         weight = (*work.backward_weight, *every, *state.accumulation_kernel(work, strategy))
+        if not strategy.execution.fsdp2:
+            waiting = waits_bytes(self.works, strategy, link[0], place)
+            return replace(work, gather=gather, regather=regather, expert_gather=expert_gather, reduce=reduce,
+                           backward_weight=weight, waiting_bytes=waiting)  # fmt: skip
+        work = replace(work, gather=gather, regather=regather, expert_gather=expert_gather)
         work = placed_unit(self.works, strategy, work, link[0], reduce, place)
         return replace(work, reduce=reduce, backward_weight=weight)
 

@@ -89,13 +89,15 @@ def without(
     )  # fmt: skip
 
 
+def waits_bytes(works: LocalWorks, strategy: Strategy, block: int, place: Place) -> int:
+    """Gradients of a link, which is no unit, that are added to those of an earlier one of its stage."""
+    return _trained(held_of(works, strategy, block, place.again)) * state.waiting_gradient_bytes(strategy)
+
+
 def placed_unit(
     works: LocalWorks, strategy: Strategy, work: BlockWork, block: int, reduce: Sequence[Collective], place: Place
 ) -> BlockWork:  # fmt: skip
-    """The memory of a link's work (without what is dropped) as a unit in its place."""
-    if not strategy.execution.fsdp2:
-        waiting = held_of(works, strategy, block, place.again)
-        return replace(work, waiting_bytes=_trained(waiting) * state.waiting_gradient_bytes(strategy))
+    """The memory of a link's work (without what is dropped) as a unit of FSDP2 in its place."""
     repeated, beside = _repeated(works.graph, block), Beside()
     if _in_units(strategy):
         ahead, behind = (one and _sizes(works, strategy, *one) for one in (place.ahead, place.behind))

@@ -153,8 +153,7 @@ class LocalWorks:
     def work(self, strategy: Strategy, block: int, recompute: str) -> BlockWork:
         """A block's local work for one micro-batch, before data parallelism."""
         mesh, execution = strategy.mesh, strategy.execution
-        repeated = any(self.graph.chain[i].block == block for i in self.graph.repeated_positions)
-        offloaded = strategy.offload.activations if repeated else 0.0
+        offloaded = strategy.offload.activations if block in self.graph.repeated_blocks else 0.0
         micro, plan = strategy.batch.micro, self.tensor_plan(strategy).blocks[block]
         ep = mesh.ep if plan.has_experts else 1  # elsewhere its size changes nothing
         key = _WorkKey(block, id(plan), micro, mesh.tp, mesh.cp, ep, recompute, offloaded, execution)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import TypeVar
 
 from autoparallel.costmodel.block_index import index_block
 from autoparallel.costmodel.graph import ModelGraph, OpKind
@@ -21,6 +23,8 @@ from autoparallel.planner.strategy.recovery import recovery_problems
 from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.profiles.hardware import Cluster
+
+_Found = TypeVar("_Found")
 
 # What must hold beside `shard.secondary`, by dotted key.
 _COPY_NEEDS = {
@@ -177,6 +181,21 @@ def _tensor_degree(graph: ModelGraph, tp: int) -> Iterator[str]:
         )
 
 
+def _once(find: Callable[[ModelGraph], _Found]) -> Callable[[ModelGraph], _Found]:
+    """What follows from a graph alone, kept with it: a search asks for it with every strategy."""
+
+    @wraps(find)
+    def found(graph: ModelGraph) -> _Found:
+        kept = vars(graph)
+        if find.__name__ not in kept:
+            kept[find.__name__] = find(graph)
+        answer: _Found = kept[find.__name__]
+        return answer
+
+    return found
+
+
+@_once
 def tensor_sizes(graph: ModelGraph) -> set[tuple[int, ...]]:
     """Sizes that the tensor-parallel degree must divide, for each way to shard an operator with parameters."""
     return {
@@ -191,6 +210,7 @@ def tensor_sizes(graph: ModelGraph) -> set[tuple[int, ...]]:
     }
 
 
+@_once
 def head_counts(graph: ModelGraph) -> set[int]:
     """Numbers of query and key-value heads of the attention operators in repeated blocks."""
     repeated = {graph.chain[i].block for i in graph.repeated_positions}
@@ -288,7 +308,7 @@ def _shard(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
             f"shard.zero = 0 needs mesh.dp_shard = 1, not {mesh.dp_shard}; move the ranks to mesh.dp_replicate "
             "or set shard.zero to 1, 2 or 3"
         )
-    yield from weights_problems(strategy_to_constraints(strategy))
+    yield from weights_problems({"grad_sync.weights": strategy.grad_sync.weights, "shard.zero": zero})
     if strategy.shard.secondary:
         yield from _secondary(strategy_to_constraints(strategy))
     if mesh.ep > 1:
@@ -318,6 +338,7 @@ def _secondary(said: Mapping[str, object]) -> Iterator[str]:
         yield f"{where}: a divisor of mesh.dp_shard{f' = {known}' if known else ''} between 1 and it; use {tried}"
 
 
+@_once
 def sequence_lengths(graph: ModelGraph) -> frozenset[int]:
     """Lengths that mesh.cp must divide: of a sample, and of what its attention compares; empty where a sample is
     not a sequence."""
