@@ -103,7 +103,7 @@ def _on_meta(name: str) -> tuple[Example, torch.nn.Module]:
     return example, example.module
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
 def test_what_a_dry_run_holds_and_sends_is_what_is_predicted(strategy: Strategy) -> None:
     expander, strategy = _planned("llama_with_labels", strategy)
