@@ -108,7 +108,16 @@ def racks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def planned(graph: Path, racks: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
     path = tmp_path_factory.mktemp("plan") / "strategy.toml"
-    options = ("--set", "mesh.dp_shard=16", "--set", "mesh.tp=2", "--set", "mesh.pp=4")
+    options = (
+        "--set",
+        "mesh.dp_shard=16",
+        "--set",
+        "mesh.tp=2",
+        "--set",
+        "mesh.pp=4",
+        "--set",
+        "recompute.mode=none",
+    )
     answer = run("plan", graph, "--cluster", racks, *options, "-o", path, "--json")
     assert answer.status == 0, answer
     return path, answer

@@ -13,14 +13,21 @@ MLP = "examples/mlp.py:mlp"
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("dry") / "strategy.toml"
-    fixed = ("--set", "mesh.dp_shard=2", "--set", "mesh.dp_replicate=1", "--set", "execution.kernels=eager")
+    fixed = ("--set", "mesh.dp_shard=2", "--set", "mesh.dp_replicate=1", "--set", "execution.kernels=eager",
+             "--set", "recompute.mode=none", "--set", "batch.micro=2")  # fmt: skip
     answer = run("plan", MLP, "--cluster", "h100-sxm:1x4", "--global-batch", "16", *fixed, "-o", path)
     assert answer.status == 0, answer
     return path
 
 
 def plan(path: Path, **fixed: object) -> Path:
-    settings = {"mesh.pp": 1, "batch.micro": 2, "execution.kernels": "eager", **fixed}
+    settings = {
+        "mesh.pp": 1,
+        "batch.micro": 2,
+        "recompute.mode": "none",
+        "execution.kernels": "eager",
+        **fixed,
+    }
     options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     answer = run("plan", MLP, "--cluster", "h100-sxm:1x4", "--global-batch", "16", *options, "-o", path)
     assert answer.status == 0, answer
@@ -104,7 +111,7 @@ def test_what_cannot_be_lowered_is_refused_with_a_remedy(planned: Path, tmp_path
     refused("dryrun", other, words=["graph_hash does not match"])
     graph = save(toy_transformer(layers=4, hidden=256, heads=4, seq=128), tmp_path / "graph.json")
     saved = tmp_path / "saved.toml"
-    assert run("plan", graph, "--cluster", "h100-sxm:1x2", "-o", saved).status == 0
+    assert run("plan", graph, "--cluster", "h100-sxm:1x2", "--set", "mesh.tp=1", "-o", saved).status == 0
     refused("dryrun", saved, words=["saved graph", "--model hf:PATH"])
 
 

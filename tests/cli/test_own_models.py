@@ -91,7 +91,8 @@ def test_a_length_that_the_model_does_not_take_is_refused(failing: Path) -> None
 
 def test_images_are_counted_as_images(tmp_path: Path) -> None:
     path, page = tmp_path / "s.toml", tmp_path / "r.html"
-    model = ("examples/resnet.py:resnet50", "--cluster", "h100-sxm:1x2", "--global-batch", "64")
+    fixed = ("--set", "mesh.tp=1", "--set", "recompute.mode=none")
+    model = ("examples/resnet.py:resnet_small", "--cluster", "h100-sxm:1x2", "--global-batch", "64", *fixed)
     answer = run("plan", *model, "-o", path, "--json")
     assert answer.status == 0, answer
     assert answer.json["sample"] == "image"

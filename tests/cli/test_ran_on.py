@@ -32,6 +32,8 @@ latency_s = 1e-5
 ASKS = (("whatif", "--without", "2"), ("replan",))
 Said = Mapping[str, Any]
 
+SHALLOW = {"pipeline.stage_blocks": [1, 1]}  # of a model that is planned sooner
+
 
 def _on(cluster: str) -> Said:
     return said_of(load_cluster(cluster))
@@ -40,8 +42,8 @@ def _on(cluster: str) -> Said:
 def _recorded(folder: Path, *starts: Said, world: int = 4, strategy: str = "") -> Path:
     """A run of so many ranks, which was started on these clusters; each start does eight steps."""
     folder.mkdir()
-    save(toy_transformer(layers=4), folder / "graph.json")
-    (folder / "strategy.toml").write_text(strategy or strategy_toml())
+    save(toy_transformer(layers=2), folder / "graph.json")
+    (folder / "strategy.toml").write_text(strategy or strategy_toml(SHALLOW))
     lines: list[dict[str, Any]] = []
     for said in starts:
         lines.append({
@@ -131,7 +133,7 @@ def test_a_run_corrects_no_profile_of_other_devices(tmp_path: Path) -> None:
 
 
 def test_one_device_is_one_and_a_model_needs_a_cluster(tmp_path: Path) -> None:
-    two = strategy_toml({"mesh.dp_shard": 1})
+    two = strategy_toml({**SHALLOW, "mesh.dp_shard": 1})
     folder = _recorded(tmp_path / "run", _on("a100-pcie-80gb:1x2"), world=2, strategy=two)
     assert "without it 1 device would take" in run("whatif", folder, "--without", "1").err
     refused("whatif", save(toy_transformer(), tmp_path / "graph.json"), words=["--cluster is missing"])

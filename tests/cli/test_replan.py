@@ -13,11 +13,13 @@ from tests.toy_graphs import toy_transformer
 
 CLUSTER = "a100-pcie-80gb:1x4"
 
+SHALLOW = {"pipeline.stage_blocks": [1, 1]}  # of a model that is planned sooner
+
 
 def _recorded(folder: Path, strategy: str, seconds: float, starts: tuple[float, ...] = (0.0,)) -> Path:
     """A run of four ranks with such steps, started at these times; each start does eight steps."""
     folder.mkdir()
-    save(toy_transformer(layers=4), folder / "graph.json")
+    save(toy_transformer(layers=2), folder / "graph.json")
     (folder / "strategy.toml").write_text(strategy)
     lines: list[dict[str, Any]] = []
     for at in starts:
@@ -44,7 +46,7 @@ def _asked(folder: Path, *more: str) -> dict[str, Any]:
 
 
 def test_a_plan_that_is_better_is_taken_where_the_switch_pays(tmp_path: Path) -> None:
-    slow = strategy_toml({"batch.micro": 1, "recompute.mode": "full"})
+    slow = strategy_toml({**SHALLOW, "batch.micro": 1, "recompute.mode": "full"})
     first = _recorded(tmp_path / "first", slow, 2.0)
     seen = _asked(first)
     assert (seen["measured_s"], seen["rows"], seen["step"]) == (2.0, 1, 8)
@@ -73,7 +75,7 @@ def test_a_plan_that_is_better_is_taken_where_the_switch_pays(tmp_path: Path) ->
 
 
 def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
-    folder = _recorded(tmp_path / "run", strategy_toml(), 1.0)
+    folder = _recorded(tmp_path / "run", strategy_toml(SHALLOW), 1.0)
     refused("replan", tmp_path, "--cluster", CLUSTER, words=["cannot be read"])
     record = (folder / NAME).read_text().splitlines()
     (folder / NAME).write_text("\n".join(record[:3]) + "\n")

@@ -22,7 +22,8 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_plan_with_tables_is_written_told_and_scored_alike(graph: Path, tmp_path: Path) -> None:
     out = tmp_path / "s.toml"
     cluster = ("--cluster", "a100-sxm-80gb:1x4")
-    plan = ("plan", graph, *cluster, "--global-batch", "4096", *ZIPF, "--explain")
+    fixed = ("--set", "batch.micro=512", "--set", "recompute.mode=none")
+    plan = ("plan", graph, *cluster, "--global-batch", "4096", *ZIPF, *fixed, "--explain")
     planned = run(*plan, "-o", out, "--json")
     assert planned.status == 0, planned.err
     written = tomllib.loads(out.read_text())

@@ -9,12 +9,14 @@ from autoparallel.runtime.monitor.record import NAME
 from tests.cli.runner import refused, run, save, strategy_toml
 from tests.toy_graphs import toy_transformer
 
+SHALLOW = {"pipeline.stage_blocks": [1, 1]}  # of a model that is planned sooner
+
 
 def _recorded(folder: Path, slow_s: float) -> Path:
     """A run of four ranks, of which the third computes so much longer."""
     folder.mkdir()
-    save(toy_transformer(layers=4), folder / "graph.json")
-    (folder / "strategy.toml").write_text(strategy_toml())
+    save(toy_transformer(layers=2), folder / "graph.json")
+    (folder / "strategy.toml").write_text(strategy_toml(SHALLOW))
     start = {
         "event": "start", "step": 0, "world": 4, "stages": [0, 0, 0, 0], "shape": "1x4", "graph": "graph.json",
         "strategy": "strategy.toml", "predicted": {"step_time_s": 1.0, "breakdown_s": {}},
