@@ -152,7 +152,8 @@ class MetaMode(TorchDispatchMode):
         args, kwargs = mapped(self._argument, args), mapped(self._argument, kwargs or {})
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._item(args[0])
-        real = self._run_known(func, args, kwargs)
+        inputs = tensors((args, kwargs))
+        real = self._run_known(func, args, kwargs, inputs)
         if real is None:
             func, args = self._as_indexing(func, args)
             args = self._where_known(func, args)
@@ -164,7 +165,7 @@ class MetaMode(TorchDispatchMode):
         else:
             out = self._like(func, args, kwargs, real)
         self._alive.append(out)
-        given = {storage_key(t) for t in tensors((args, kwargs))}
+        given = {storage_key(t) for t in inputs}
         self._made.update(key for t in tensors(out) if (key := storage_key(t)) not in given)
         self._observer(func, args, kwargs, out)
         return out
@@ -216,9 +217,10 @@ class MetaMode(TorchDispatchMode):
             return answer
         return value.item()
 
-    def _run_known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_known(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> Any:
         """The result on real values, if all of the operator's inputs are known; else None."""
-        inputs = tensors((args, kwargs))
         name = func._schema.name.split("::")[-1]
         limit = KNOWN_VALUES_LIMIT if self.shares is None or name not in _OF_FLAGS else _FLAGS_LIMIT
         if name in _UNFILLED:

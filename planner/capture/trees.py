@@ -21,7 +21,9 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def _collect(tree: Any, found: list[Any]) -> None:
-    if isinstance(tree, _CONTAINERS):
+    if type(tree) in _LEAVES:
+        found.append(tree)
+    elif isinstance(tree, _CONTAINERS):
         for item in tree:
             _collect(item, found)
     elif isinstance(tree, dict):
@@ -40,6 +42,8 @@ _ATOMS = frozenset(
 )
 
 
+# By far the most of what is walked.
+_LEAVES = _ATOMS | {torch.Tensor}
 _CONTAINERS = (tuple, list)
 
 
@@ -95,6 +99,8 @@ def know_dataclasses(tree: Any) -> None:
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same tree with `function` applied to its leaves."""
+    if type(tree) in _LEAVES:
+        return function(tree)
     if isinstance(tree, tuple):
         parts = [mapped(function, item) for item in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)

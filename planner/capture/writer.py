@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ _PLAIN = (
 _OPERATORS: dict[str, Any] = {"__getitem__": operator.getitem, "__setitem__": operator.setitem}
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name of a dtype without the prefix."""
     return str(dtype).removeprefix("torch.")
@@ -31,15 +34,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def meta_of(tensor: torch.Tensor) -> Meta:
     """Shape, dtype, storage and distinct elements of a tensor."""
-    distinct = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        distinct *= size if stride else min(size, 1)
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    distinct = math.prod(shape)
+    if 0 in strides:
+        distinct = math.prod(
+            size if stride else min(size, 1) for size, stride in zip(shape, strides, strict=True)
+        )
     return Meta(
-        shape=tuple(tensor.shape),
+        shape=shape,
         dtype=dtype_name(tensor.dtype),
         distinct=distinct,
         storage=storage_key(tensor),
-        layout=(int(tensor.storage_offset()), *tensor.stride()),
+        layout=(int(tensor.storage_offset()), *strides),
     )
 
 

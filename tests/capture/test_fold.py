@@ -32,7 +32,7 @@ CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 ALIKE = ("mistral", "qwen2")  # fold as llama and qwen3 do
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [name for name in (*NAMES, *EXAMPLES) if name not in ALIKE])
 def test_folded_capture_equals_the_full_one(name: str) -> None:
     module, inputs = any_small(name, layers=10)  # of fewer, what does not fold at first sight is not folded
@@ -277,8 +277,10 @@ def _captured(layers: int) -> ModelGraph:
 
 
 def test_llama_405b_takes_at_most_three_times_its_two_layer_version() -> None:
-    assert len(_captured(126).repeated_positions) == 126  # what is imported and remembered is not counted
-    shallow, deep = calls(lambda: _captured(2)), calls(lambda: _captured(126))
+    _captured(2)  # what is imported and remembered is not counted
+    graphs: list[ModelGraph] = []
+    shallow, deep = calls(lambda: _captured(2)), calls(lambda: graphs.append(_captured(126)))
+    assert len(graphs[0].repeated_positions) == 126
     assert deep <= 3 * shallow, f"{deep:,} calls against {shallow:,}"
 
 
