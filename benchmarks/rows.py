@@ -10,6 +10,7 @@ import csv
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from autoparallel.planner.expand.schedules import rank_of_stage
@@ -173,9 +174,12 @@ def shape_of(row: Row) -> Shape:
     )
 
 
+_loaded = cache(load_device)  # many rows are of few devices
+
+
 def cluster_of(row: Row, dirs: Sequence[Path] = ()) -> Cluster:
     """The device's usual box, with the node count and network bandwidth that the row states."""
-    device = load_device(_text(row, "device"), dirs=dirs)
+    device = _loaded(_text(row, "device"), dirs=tuple(dirs))
     per_node = _int(row, "devices_per_node", device.devices_per_node)
     devices = _int(row, "devices")
     gbps = _float(row, "inter_node_gbps_per_node")
