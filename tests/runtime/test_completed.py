@@ -109,7 +109,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
     )
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(strategy=strategies(), told=st.integers(0, 4))
 def test_what_is_lowered_of_an_open_strategy_is_what_is_priced(strategy: Strategy, told: int) -> None:
     """Whatever part of its tensor rules it says already; and saying them all changes no price."""

@@ -29,7 +29,7 @@ from autoparallel.replan import LOOK_S, NEXT
 from autoparallel.runtime.monitor.record import read_record
 from autoparallel.trainer import Step, Trainer
 from tests.runtime.models import Mlp
-from tests.runtime.train_elastic import Numbers
+from tests.runtime.train_elastic import Numbers, main
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "tests/runtime/train_elastic.py")
@@ -116,14 +116,13 @@ def _consumed(entries: list[dict[str, Any]], steps: int) -> list[tuple[int, ...]
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The run that nothing interrupts, in one process."""
-    folder = tmp_path_factory.mktemp("straight")
-    run = Machines(folder)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [sys.executable, SCRIPT, str(folder), str(STEPS)], env=environment, check=True, timeout=WAIT_S
-    )
-    return run.steps_done()
+    """The run that nothing interrupts, in one process: this one."""
+    folder, threads = tmp_path_factory.mktemp("straight"), torch.get_num_threads()
+    try:
+        main(folder, STEPS).close()
+    finally:
+        torch.set_num_threads(threads)
+    return Machines(folder).steps_done()
 
 
 def _equal(entries: list[dict[str, Any]], straight: list[dict[str, Any]]) -> None:

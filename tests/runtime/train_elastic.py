@@ -42,7 +42,7 @@ def _held_at(hold: Path) -> float:
         return math.inf
 
 
-def main(folder: Path, steps: int, timeout_s: float | None = None) -> None:
+def main(folder: Path, steps: int, timeout_s: float | None = None) -> Trainer:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -77,6 +77,7 @@ def main(folder: Path, steps: int, timeout_s: float | None = None) -> None:
         guards=GuardOptions(timeout_s=timeout_s, checksums_every=2),
     )
     trainer.fit(steps)
+    return trainer
 
 
 if __name__ == "__main__":
