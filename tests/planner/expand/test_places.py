@@ -18,11 +18,7 @@ from autoparallel.profiles.load import load_cluster
 from tests.capture.models import captured
 from tests.toy_graphs import toy_transformer
 
-GRAPHS = {
-    "toy": toy_transformer(layers=4, hidden=256, heads=4, seq=256, vocab=1024),
-    "mixtral": captured("mixtral")[2],
-    "gpt2": captured("gpt2")[2],
-}
+TOY = toy_transformer(layers=4, hidden=256, heads=4, seq=256, vocab=1024)
 DTYPES = (
     Execution(fsdp2=True, kernels="eager", grad_dtype="bf16"),
     Execution(fsdp2=True, kernels="eager", param_dtype="fp32", master_weights=False),
@@ -39,7 +35,7 @@ def strategies(ep: int) -> Iterator[Strategy]:
 
 @pytest.mark.parametrize(("name", "ep"), [("toy", 1), ("mixtral", 1), ("mixtral", 2), ("gpt2", 1)])
 def test_the_least_of_all_places_is_no_more_than_a_block_has_in_any(name: str, ep: int) -> None:
-    graph = GRAPHS[name]
+    graph = TOY if name == "toy" else captured(name)[2]
     for strategy in strategies(ep):
         expander = Expander(graph, load_cluster(f"h100-sxm:1x{strategy.mesh.devices}"))
         pp = strategy.mesh.pp
@@ -62,7 +58,7 @@ def test_the_least_of_all_places_is_no_more_than_a_block_has_in_any(name: str, e
 
 def test_a_strategy_with_its_partition_left_open_is_priced_as_the_one_with_all_said() -> None:
     for strategy in strategies(1):
-        expander = Expander(GRAPHS["gpt2"], load_cluster(f"h100-sxm:1x{strategy.mesh.devices}"))
+        expander = Expander(captured("gpt2")[2], load_cluster(f"h100-sxm:1x{strategy.mesh.devices}"))
         whole = completed(expander, strategy)
         assert whole.pipeline.stage_blocks
         assert not strategy.pipeline.stage_blocks

@@ -30,6 +30,7 @@ from tests.toy_graphs import toy_transformer
 FOREVER = float("inf")
 LLAMA = toy_transformer(layers=4, hidden=256, heads=4, seq=256, vocab=1024)
 EAGER = Execution(kernels="eager")
+PLAIN = EAGER.stack
 
 
 def problem(model: str, cluster: str, **constraints: object) -> Problem:
@@ -45,33 +46,46 @@ def running(stack: str, case: Problem, **flags: bool) -> Problem:
     return replace(case, execution=replace(told(Execution(), {"execution.stack": stack}), **flags))
 
 
-CASES = [
-    problem("toy", "a100-pcie-80gb:2x2", mesh__cp=2),
-    problem("toy", "h100-sxm:1x4", mesh__cp=2, mesh__order=("pp", "dp_replicate", "dp_shard", "tp", "cp")),
-    problem("mixtral", "a100-pcie-80gb:2x2"),
-    problem("mixtral", "h100-sxm:1x4", mesh__ep=4),
-    problem("deepseek", "a100-pcie-80gb:2x2", mesh__ep=2),
-    problem("toy", "h100-sxm:1x4", pipeline__schedule="zb1p"),
-    problem("toy", "h100-sxm:1x4", pipeline__schedule="zbv"),
-    problem("toy", "a100-pcie-80gb:2x2", shard__zero=0, mesh__cp=2),
-    problem("toy", "h100-sxm:1x4", shard__zero=3, mesh__dp_shard=1),
-    problem("toy", "h100-sxm:1x4", pipeline__schedule="dualpipev"),
-    running("megatron-core", problem("toy", "a100-pcie-80gb:2x2", shard__zero=1, mesh__pp=2)),
-    running("megatron-deepspeed", problem("toy", "a100-pcie-80gb:2x2", mesh__pp=2), blocking_launches=True),
-    running("deepspeed", problem("toy", "h100-sxm:2x4", shard__zero=3)),
-    running("megatron-2021", problem("mixtral", "a100-pcie-80gb:2x2", shard__zero=3, mesh__pp=2)),
-    running("autoparallel", problem("toy", "a100-pcie-80gb:2x2")),
-    running("autoparallel", problem("toy", "h100-sxm:2x4", shard__zero=3)),
-    running("autoparallel", problem("mixtral", "h100-sxm:2x4", shard__zero=2)),
-    running("megatron-bridge-a2a", problem("mixtral", "h100-sxm:2x4", mesh__ep=8)),
+CASES: list[tuple[str, str, str, dict[str, object], dict[str, bool]]] = [
+    ("toy", "a100-pcie-80gb:2x2", PLAIN, {"mesh.cp": 2}, {}),
+    (
+        "toy",
+        "h100-sxm:1x4",
+        PLAIN,
+        {"mesh.cp": 2, "mesh.order": ("pp", "dp_replicate", "dp_shard", "tp", "cp")},
+        {},
+    ),
+    ("mixtral", "a100-pcie-80gb:2x2", PLAIN, {}, {}),
+    ("mixtral", "h100-sxm:1x4", PLAIN, {"mesh.ep": 4}, {}),
+    ("deepseek", "a100-pcie-80gb:2x2", PLAIN, {"mesh.ep": 2}, {}),
+    ("toy", "h100-sxm:1x4", PLAIN, {"pipeline.schedule": "zb1p"}, {}),
+    ("toy", "h100-sxm:1x4", PLAIN, {"pipeline.schedule": "zbv"}, {}),
+    ("toy", "a100-pcie-80gb:2x2", PLAIN, {"shard.zero": 0, "mesh.cp": 2}, {}),
+    ("toy", "h100-sxm:1x4", PLAIN, {"shard.zero": 3, "mesh.dp_shard": 1}, {}),
+    ("toy", "h100-sxm:1x4", PLAIN, {"pipeline.schedule": "dualpipev"}, {}),
+    ("toy", "a100-pcie-80gb:2x2", "megatron-core", {"shard.zero": 1, "mesh.pp": 2}, {}),
+    ("toy", "a100-pcie-80gb:2x2", "megatron-deepspeed", {"mesh.pp": 2}, {"blocking_launches": True}),
+    ("toy", "h100-sxm:2x4", "deepspeed", {"shard.zero": 3}, {}),
+    ("mixtral", "a100-pcie-80gb:2x2", "megatron-2021", {"shard.zero": 3, "mesh.pp": 2}, {}),
+    ("toy", "a100-pcie-80gb:2x2", "autoparallel", {}, {}),
+    ("toy", "h100-sxm:2x4", "autoparallel", {"shard.zero": 3}, {}),
+    ("mixtral", "h100-sxm:2x4", "autoparallel", {"shard.zero": 2}, {}),
+    ("mixtral", "h100-sxm:2x4", "megatron-bridge-a2a", {"mesh.ep": 8}, {}),
 ]
 
 
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: f"{case.graph.name} {case.execution.stack} {case.constraints}"
+    ("model", "cluster", "stack", "constraints", "flags"),
+    CASES,
+    ids=[f"{m} {stack} {c}" for m, _, stack, c, _ in CASES],
 )
-def test_no_bound_exceeds_the_simulation(case: Problem) -> None:
+def test_no_bound_exceeds_the_simulation(
+    model: str, cluster: str, stack: str, constraints: dict[str, object], flags: dict[str, bool]
+) -> None:
+    case = problem(model, cluster, **constraints)
+    if stack != PLAIN:
+        case = running(stack, case, **flags)
     outer, rng = outer_of(case), random.Random(1)
     assert outer is not None
     every, bounds = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER, memory=True)
