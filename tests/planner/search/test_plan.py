@@ -152,7 +152,7 @@ def slower(cluster: Cluster, share: float) -> Cluster:
 
 
 def test_cost_may_leave_devices_idle_and_time_may_where_their_network_slows_the_step() -> None:
-    problem = small_problem(0, 2, 4, constraints={"recompute.mode": "none", "batch.micro": 1})
+    problem = small_problem(0, 2, 4, constraints={"recompute.mode": "none", "batch.micro": 1, "mesh.tp": 1})
     fast, cheap = plan(problem), plan(replace(problem, objective=Objective.COST))
     every = plan(replace(problem, all_devices=True))
     assert every.prediction.devices == problem.cluster.devices
@@ -169,7 +169,7 @@ def test_cost_may_leave_devices_idle_and_time_may_where_their_network_slows_the_
 
 
 def test_less_memory_never_makes_a_step_faster() -> None:
-    problem = small_problem(1, 2, 4, constraints={"batch.micro": 1})
+    problem = small_problem(1, 2, 4, constraints={"batch.micro": 1, "mesh.cp": 1})
     least = smallest(problem).peak_bytes
     times = [
         plan(replace(problem, cluster=with_memory(problem.cluster, least * room))).prediction.step_time_s
