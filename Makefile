@@ -15,6 +15,10 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
+# Modules are compiled once, and not by every process of the tests; a process has one core, as others stand beside it.
+unexport PYTHONDONTWRITEBYTECODE
+test thorough: export OMP_NUM_THREADS = 1
+
 # Files of tests run side by side, one process more than there are cores, as a third of the time some only wait: memory limits how
 # many. The longest begin first (tests/conftest.py).
 WORKERS := $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 1, 4))")
