@@ -32,13 +32,8 @@ _TILE_SHAPES = tuple(
     for rows, columns in (t.split("x") for t in TILES)
 )
 _SPLITS = (1, 2, 4, 8)
-_CONV_SPLITS = (
-    *_SPLITS,
-    16,
-    32,
-    64,
-    128,
-)  # a gradient of a few weights is summed over all places of all images
+# A convolution's gradient of a few weights is summed over all places of all images.
+_CONV_SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 # Batched products of heads whose rows are not aligned run without matrix units. Source: NVIDIA, "Matrix multiplication
 # background user's guide", table of tensor-core requirements; BigScience's chronicles measured what it costs.
 _ALIGNMENT_BYTES = 16

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel.planner.capture.delta_rules import chunk_gated_delta_rule, chunk_kda
 from autoparallel.planner.capture.one_call import OneCall, Work
-from autoparallel.planner.capture.recurrent import CELLS
+from autoparallel.planner.capture.recurrent import CELLS, shape_of
 from autoparallel.planner.capture.scans import (
     causal_conv1d_fn,
     mamba_chunk_scan_combined,
@@ -92,15 +92,14 @@ def is_library_call(function: object) -> bool:
 
 def sequence_dim(function: object, args: Sequence[Any]) -> int | None:
     """The dim of its first result that is the sequence, of a function that goes over the sequence in one call; None for others."""
-    if getattr(function, "__name__", "") in CELLS:
-        return 1 if args[-1] is True else 0  # batch_first
+    if shape_of(getattr(function, "__name__", ""), args) is not None:
+        return 1 if args[-1] else 0  # batch_first
     name = _CALLS.get(function) or looked_up(function)
     return (2 if name in _CHANNELS_FIRST else 1) if name else None
 
 
-Place = tuple[
-    dict[str, Any], str, Callable[..., Any]
-]  # the names of a module of code, one of them, the function there
+# The names of a module of code, one of them, the function there.
+Place = tuple[dict[str, Any], str, Callable[..., Any]]
 
 
 def lookups(module: nn.Module) -> tuple[Place, ...]:
@@ -126,9 +125,8 @@ def called_whole(places: Sequence[Place]) -> AbstractContextManager[None]:
 def _instead(
     places: Sequence[Place], made: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    taken = [
-        place for place in places if place[0][place[1]] is place[2]
-    ]  # of several around each other the first
+    # Of several around each other the first has its way.
+    taken = [place for place in places if place[0][place[1]] is place[2]]
     try:
         for names, key, own in taken:
             names[key] = made(own)

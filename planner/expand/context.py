@@ -39,6 +39,8 @@ def key_collectives(local: LocalBlock, op: int, *, backward: bool) -> list[Colle
         return []
     operator = local.index.block.operators[op]
     if operator.kind is OpKind.RECURRENT:
+        if backward and not any(v in local.index.needs_grad for v in operator.inputs):
+            return []
         first = operator.name if operator.name in local.index.specs else f"{operator.name}.0"
         values = (first,) if backward else _of_sequence(local, op)
         sizes = [local.value_bytes(v, "R") * local.setting.cp for v in values]

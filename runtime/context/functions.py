@@ -157,10 +157,15 @@ class ContextParallel(TorchFunctionMode):
         """What goes over the whole sequence, `dim` of its first result, on every rank alike, cut again."""
         args, kwargs = tree_map_only(Tensor, lambda t: to_plain(whole_alike(t, self._mesh)), (args, kwargs))
         made = func(*args, **kwargs)
-        first, *rest = made if isinstance(made, tuple) else (made,)
-        if first.shape[dim] % self._mesh.size(0) == 0:
-            first = cut(first, dim, self._mesh)
-        return (first, *rest) if isinstance(made, tuple) else first
+        results = made if isinstance(made, tuple) else (made,)
+        cuts = results[0].shape[dim] % self._mesh.size(0) == 0
+        first = cut(results[0], dim, self._mesh) if cuts else self._shared(results[0])
+        return (first, *map(self._shared, results[1:])) if isinstance(made, tuple) else first
+
+    def _shared(self, value: Any) -> Any:
+        """A result that stays whole, whose gradient is on every rank what it is in the mean."""
+        is_used = isinstance(value, Tensor) and value.requires_grad
+        return whole(onto(value, self._mesh), self._mesh) if is_used else value
 
     def _drops(self, input: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> bool:
         """Whether a dropout draws numbers for shares, which DTensor draws apart itself on GPUs only."""
