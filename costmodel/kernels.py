@@ -117,7 +117,8 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
         once_s = flash_attention_s(kernel, kernel.attention, device)
     elif kernel.product is not None and kernel.kind in (OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV):
         once_s = gemm_s(kernel, device)
-        if device.constants["gemm.units"] > 1:  # a processor has one kind of unit
+        # A processor has one kind of unit; experts' products are one launch, or one each.
+        if device.constants["gemm.units"] > 1 and kernel.kind != OpKind.GROUPED_GEMM:
             once_s = min(once_s, direct_s(kernel, device))
     elif kernel.kind in _MEMORY_KINDS:
         once_s = memory_s(kernel.bytes_moved, device, _MEMORY_KINDS[kernel.kind])
