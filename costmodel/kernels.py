@@ -336,27 +336,29 @@ def _products(kernel: Kernel, shape: AttentionShape) -> tuple[tuple[int, int, in
 
 def _plain_roofline_s(kernel: Kernel, device: Device) -> float:
     """Kernels of which only FLOPs and bytes are known."""
-    compute_s = 0.0
-    if kernel.flops:
-        dtype = DTYPE_ALIASES.get(kernel.dtype, kernel.dtype)
-        compute_s = kernel.flops / (peak_flops(device, dtype) * device.constants[_efficiency_key(dtype)])
-    return max(compute_s, memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise"))
+    if not kernel.flops:
+        return memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise")
+    dtype = DTYPE_ALIASES.get(kernel.dtype, kernel.dtype)
+    return _roofline_s(kernel, device, peak_flops(device, dtype) * device.constants[_efficiency_key(dtype)])
+
+
+def _roofline_s(kernel: Kernel, device: Device, flops_per_s: float) -> float:
+    """A kernel's FLOPs at a rate, or its memory traffic."""
+    traffic_s = memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise")
+    return max(kernel.flops / flops_per_s, traffic_s)
 
 
 def direct_s(kernel: Kernel, device: Device) -> float:
     """A product on the vector units, which do not mind how few rows, columns or terms it has: of each channel by itself, say."""
-    rate = (
-        min(peak_flops(device, "fp32"), peak_flops(device, kernel.dtype))
-        * device.constants["gemm.direct_efficiency"]
-    )
-    return max(kernel.flops / rate, memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise"))
+    peak = min(peak_flops(device, "fp32"), peak_flops(device, kernel.dtype))
+    return _roofline_s(kernel, device, peak * device.constants["gemm.direct_efficiency"])
 
 
 def chunked_s(kernel: Kernel, device: Device) -> float:
     """One kernel that goes over a sequence in chunks: small products between exponentials and sums, which the vector units
     hold up, or its memory traffic."""
-    rate = peak_flops(device, "fp32") * device.constants["chunked.efficiency"]
-    return max(kernel.flops / rate, memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise"))
+    peak = peak_flops(device, "fp32")
+    return _roofline_s(kernel, device, peak * device.constants["chunked.efficiency"])
 
 
 def _overlapped(compute_s: float, memory: float, constants: Mapping[str, float]) -> float:

@@ -31,26 +31,18 @@ from autoparallel.planner.capture.scans import (
 )
 from autoparallel.planner.capture.trees import mapped, tensors
 
-# What a call of each does.
-WORKS: Mapping[str, Callable[..., Work]] = {
-    "selective_scan_fn": selective_scan_fn,
-    "mamba_inner_fn": mamba_inner_fn,
-    "causal_conv1d_fn": causal_conv1d_fn,
-    "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
-    "mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
-    "chunk_gated_delta_rule": chunk_gated_delta_rule,
-    "chunk_kda": chunk_kda,
+# The library that has each, and what a call of it does.
+_KNOWN: Mapping[str, tuple[str, Callable[..., Work]]] = {
+    "selective_scan_fn": ("mamba_ssm", selective_scan_fn),
+    "mamba_inner_fn": ("mamba_ssm", mamba_inner_fn),
+    "causal_conv1d_fn": ("causal_conv1d", causal_conv1d_fn),
+    "mamba_chunk_scan_combined": ("mamba_ssm", mamba_chunk_scan_combined),
+    "mamba_split_conv1d_scan_combined": ("mamba_ssm", mamba_split_conv1d_scan_combined),
+    "chunk_gated_delta_rule": ("flash-linear-attention", chunk_gated_delta_rule),
+    "chunk_kda": ("flash-linear-attention", chunk_kda),
 }
-# The library that has each.
-PACKAGES: Mapping[str, str] = {
-    "selective_scan_fn": "mamba_ssm",
-    "mamba_inner_fn": "mamba_ssm",
-    "causal_conv1d_fn": "causal_conv1d",
-    "mamba_chunk_scan_combined": "mamba_ssm",
-    "mamba_split_conv1d_scan_combined": "mamba_ssm",
-    "chunk_gated_delta_rule": "flash-linear-attention",
-    "chunk_kda": "flash-linear-attention",
-}
+PACKAGES: Mapping[str, str] = {name: package for name, (package, _) in _KNOWN.items()}
+WORKS: Mapping[str, Callable[..., Work]] = {name: work for name, (_, work) in _KNOWN.items()}
 _CHANNELS_FIRST = frozenset({"selective_scan_fn", "causal_conv1d_fn"})
 _PAIRS = frozenset({"chunk_gated_delta_rule", "chunk_kda"})  # which return a last state, or None, as well
 _LOOKED_UP = "func_name"  # what transformers calls a kernel by, in the function that looks for it
@@ -69,7 +61,7 @@ def _kernel(name: str) -> Callable[..., Any]:
     return kernel
 
 
-KERNELS: Mapping[str, Callable[..., Any]] = {name: _kernel(name) for name in PACKAGES}
+KERNELS: Mapping[str, Callable[..., Any]] = {name: _kernel(name) for name in _KNOWN}
 _CALLS: dict[object, str] = {kernel: name for name, kernel in KERNELS.items()}
 ONE_CALL = frozenset({*CELLS, *KERNELS})  # functions that run all steps
 
